@@ -1,0 +1,248 @@
+"""Attention as a fold over blocks of keys and values (online softmax, Milakov and Gimelshein 2018).
+
+A step takes queries, a float32 carry (m, l, acc) and one block of P positions, and returns the
+carry. Every cache, ring or page, resident or streamed, goes through `attend_block`, one block
+after the other in the order of positions: so where a block lives cannot change a bit, and a block
+in which a row sees nothing leaves that row's carry exactly as it was.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.layers import Array, precision_of
+
+LOWEST = -1e30  # finite, so that exp(m - m) is 1 where nothing has been seen yet
+
+
+class Carry(NamedTuple):
+    """Running maximum m and sum l [N, K, G, T], weighted values acc [N, K, G, T, Hv]; float32."""
+
+    m: Array
+    l: Array  # noqa: E741
+    acc: Array
+
+
+def start_carry(q: Array, v_dim: int) -> Carry:
+    """The carry of queries q [N, K, G, T, H] that have seen nothing."""
+    shape = q.shape[:-1]
+    return Carry(
+        jnp.full(shape, LOWEST, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, v_dim), jnp.float32),
+    )
+
+
+def attend_block(
+    cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, visible: Array
+) -> Carry:
+    """Fold one block into the carry.
+
+    q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] of any float type; visible [N, T, P].
+    """
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    exact = precision_of(q)
+    scores = jnp.einsum(
+        "nkgth,nkph->nkgtp", q, k, precision=exact, preferred_element_type=jnp.float32
+    )
+    scores = scores * cfg.scale
+    if cfg.softcap is not None:
+        scores = cfg.softcap * jnp.tanh(scores / cfg.softcap)
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    m = jnp.maximum(carry.m, scores.max(axis=-1))
+    weights = jnp.exp(scores - m[..., None])
+    keep = jnp.exp(carry.m - m)
+    values = jnp.einsum(
+        "nkgtp,nkph->nkgth",
+        weights.astype(q.dtype),
+        v,
+        precision=exact,
+        preferred_element_type=jnp.float32,
+    )
+    return Carry(m, carry.l * keep + weights.sum(axis=-1), carry.acc * keep[..., None] + values)
+
+
+def finish(carry: Carry, dtype: jnp.dtype) -> Array:
+    """The attention output [N, T, K, G, Hv] of a carry; zero where nothing was visible."""
+    l = jnp.where(carry.l == 0.0, 1.0, carry.l)  # noqa: E741
+    o = (carry.acc / l[..., None]).astype(dtype)
+    return jnp.moveaxis(o, 3, 1)
+
+
+def queries_first(q: Array) -> Array:
+    """[N, T, K, G, H] -> [N, K, G, T, H]."""
+    return jnp.moveaxis(q, 1, 3)
+
+
+def visible_positions(
+    cfg: LayerConfig, q_positions: Array, k_positions: Array, floor: Array
+) -> Array:
+    """Which keys a query sees: [N, T, P] from q_positions [N, T], k_positions [N, P], floor [N].
+
+    Causal; not before `floor` (positions that another store holds); within the layer's window.
+    """
+    q_pos, k_pos = q_positions[:, :, None], k_positions[:, None, :]
+    seen = (k_pos <= q_pos) & (k_pos >= floor[:, None, None])
+    if cfg.window is not None:
+        seen &= q_pos - k_pos < cfg.window
+    return seen
+
+
+class Ring(NamedTuple):
+    """Keys [B, K, C, H] and values [B, K, C, Hv] on the device; position p lives at p mod C.
+
+    C is a multiple of the page size and of the largest chunk, and a chunk never crosses a multiple
+    of the largest chunk, so that a write is one contiguous slice. Positions past a row's end may
+    hold anything: no query sees them before they are written.
+    """
+
+    k: Array
+    v: Array
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[2]
+
+
+def write_ring(ring: Ring, k: Array, v: Array, row: Array, starts: Array) -> Ring:
+    """Write k [N, T, K, H] and v [N, T, K, Hv] of rows row .. row + N at positions starts [N]."""
+
+    def write(cache: Array, new: Array) -> Array:
+        new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)  # [N, K, T, H]
+        at = starts % ring.capacity
+        zero = jnp.zeros((), at.dtype)
+        if new.shape[0] == 1:
+            return jax.lax.dynamic_update_slice(cache, new, (row, zero, at[0], zero))
+        return jax.vmap(lambda c, n, i: jax.lax.dynamic_update_slice(c, n, (zero, i, zero)))(
+            cache, new, at
+        )
+
+    return Ring(write(ring.k, k), write(ring.v, v))
+
+
+def ring_block(ring: Ring, row: Array, rows: int, first: Array, page: int) -> tuple[Array, Array]:
+    """The block of `page` positions from position `first` [N] (a multiple of page) on, of `rows`
+    rows from `row` on: k [N, K, P, H], v [N, K, P, Hv]."""
+    at = first % ring.capacity
+    zero = jnp.zeros((), at.dtype)
+
+    def read(cache: Array) -> Array:
+        sizes = (cache.shape[1], page, cache.shape[3])
+        if rows == 1:
+            return jax.lax.dynamic_slice(cache, (row, zero, at[0], zero), (1, *sizes))
+        return jax.vmap(lambda c, i: jax.lax.dynamic_slice(c, (zero, i, zero), sizes))(cache, at)
+
+    return read(ring.k), read(ring.v)
+
+
+def attend_ring(
+    cfg: LayerConfig,
+    carry: Carry,
+    q: Array,
+    ring: Ring,
+    row: Array,
+    positions: Array,
+    page: int,
+) -> Carry:
+    """Fold a whole ring: all blocks from the oldest that a query sees up to the newest.
+
+    The number of blocks follows the positions [N, T], so that a step costs what its context does.
+    """
+    rows = positions.shape[0]
+    oldest = jnp.zeros((), jnp.int32)
+    if cfg.window is not None:
+        oldest = jnp.maximum(positions.min() - cfg.window + 1, 0) // page
+    floor = jnp.zeros((rows,), jnp.int32)
+
+    def fold(i: Array, carry: Carry) -> Carry:
+        # The same slice of every row: a plain slice, where rows of their own would be a gather.
+        at = (i * page) % ring.capacity
+        zero = jnp.zeros((), at.dtype)
+        k, v = (
+            jax.lax.dynamic_slice(c, (row, zero, at, zero), (rows, c.shape[1], page, c.shape[3]))
+            for c in ring
+        )
+        k_pos = jnp.broadcast_to(i * page + jnp.arange(page), (rows, page))
+        return attend_block(cfg, carry, q, k, v, visible_positions(cfg, positions, k_pos, floor))
+
+    return jax.lax.fori_loop(oldest, positions.max() // page + 1, fold, carry)
+
+
+def attend_tail(
+    cfg: LayerConfig,
+    carry: Carry,
+    q: Array,
+    ring: Ring,
+    row: Array,
+    positions: Array,
+    floor: Array,
+    page: int,
+) -> Carry:
+    """Fold the unfinished pages of each row: from `floor` [N] (a multiple of page), where its full
+    pages end, to the newest position. Fewer than `page` positions precede the chunk there."""
+    rows = positions.shape[0]
+
+    def fold(i: Array, carry: Carry) -> Carry:
+        first = floor + i * page
+        k, v = ring_block(ring, row, rows, first, page)
+        k_pos = first[:, None] + jnp.arange(page)
+        return attend_block(cfg, carry, q, k, v, visible_positions(cfg, positions, k_pos, floor))
+
+    blocks = ((positions.max(axis=1) - floor) // page).max() + 1
+    return jax.lax.fori_loop(0, blocks, fold, carry)
+
+
+def attend_pages(
+    cfg: LayerConfig,
+    carry: Carry,
+    q: Array,
+    pages: tuple[Array, ...],
+    table: Array,
+    row: Array,
+    positions: Array,
+) -> Carry:
+    """Fold a group of full pages, one page of one row after the other.
+
+    pages: one array [M, K, P, H + Hv] where keys and values have one type, else two; table int32
+    [2 M + 1]: the row of each page, its first position, and last the number of pages in use. The
+    count is a traced number on purpose: a loop of known length would be unrolled by the compiler
+    and could round otherwise than in a group of another size.
+    """
+    rows = positions.shape[0]
+    size = pages[0].shape[0]
+    page = pages[0].shape[2]
+    floor = jnp.zeros((1,), jnp.int32)
+
+    def fold(i: Array, carry: Carry) -> Carry:
+        k, v = split_page(cfg, tuple(jax.lax.dynamic_slice_in_dim(p, i, 1) for p in pages))
+        mine = table[i] - row  # the page's row among those of this step
+        at = jnp.clip(mine, 0, rows - 1)
+        take = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=1)
+        k_pos = table[size + i] + jnp.arange(page)[None]
+        seen = visible_positions(cfg, take(positions), k_pos, floor) & (at == mine)
+        part = attend_block(cfg, Carry(*(take(c) for c in carry)), take(q), k, v, seen)
+        return Carry(
+            *(
+                jax.lax.dynamic_update_slice_in_dim(c, p, at, axis=0)
+                for c, p in zip(carry, part, strict=True)
+            )
+        )
+
+    return jax.lax.fori_loop(0, table[2 * size], fold, carry)
+
+
+def join_page(k: Array, v: Array) -> tuple[Array, ...]:
+    """Keys and values of pages as they are stored: one array if their types allow it."""
+    return (jnp.concatenate([k, v], axis=-1),) if k.dtype == v.dtype else (k, v)
+
+
+def split_page(cfg: LayerConfig, pages: tuple[Array, ...]) -> tuple[Array, Array]:
+    """The inverse of `join_page`."""
+    if len(pages) == 2:
+        return pages[0], pages[1]
+    return pages[0][..., : cfg.k_dim], pages[0][..., cfg.k_dim :]

@@ -1,0 +1,243 @@
+"""One device's full pages: where they live, and their delivery to attention steps.
+
+    ring tail --add--> groups of pages, in the order in which they filled --visit--> attention
+
+A page is immutable once added and knows its layer, row and first position (rule: identity is
+data). Pages are kept in groups of a few fixed sizes, so that one copy is large and few programs
+are compiled: equal neighbours merge, and a group that loses pages is cut into smaller ones.
+A group is never padded: what crosses the link is pages in use and nothing else.
+
+A group lives in one place: on the device, in pinned host memory or in pageable host memory. The
+place decides only whether `visit` has to copy it; attention takes all places the same way.
+
+Copies are issued ahead, through the layers and round to the first for the next step, while at
+most `prefetch` delivered groups exist at a time (in flight or in use). Only the thread that runs
+the engine may call a store.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxllm.models.layers import Array, Device
+
+Place = Literal["device", "pinned", "pageable"]
+Pages = tuple[Array | np.ndarray, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Pages [M, K, P, ...] with the row and first position of each; `table` on the device."""
+
+    pages: Pages
+    rows: tuple[int, ...]
+    firsts: tuple[int, ...]
+    place: Place
+    table: Array
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.pages)
+
+
+def group_sizes(largest: int) -> tuple[int, ...]:
+    """The sizes of groups: powers of four up to `largest` (a power of two), and that."""
+    sizes = [1]
+    while sizes[-1] * 4 <= largest:
+        sizes.append(sizes[-1] * 4)
+    return tuple(sizes) if sizes[-1] == largest else (*sizes, largest)
+
+
+@jax.jit
+def _concat(pages: tuple[Array, ...]) -> Array:
+    return jnp.concatenate(pages)
+
+
+@jax.jit
+def _take(pages: Array, index: Array) -> Array:
+    return pages[index]
+
+
+def _join(pages: list[Array | np.ndarray], place: Place) -> Array | np.ndarray:
+    if place == "device":
+        return _concat(tuple(pages))
+    return np.concatenate([np.asarray(p) for p in pages])
+
+
+class PageStore:
+    """See the module's docstring.
+
+    place(layer, first position) says where a page goes; layers are numbered as the plan does.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layers: int,
+        group_pages: int,
+        prefetch: int,
+        place: Callable[[int, int], Place],
+    ):
+        self.device, self.prefetch, self.place = device, max(1, prefetch), place
+        self.sizes = group_sizes(group_pages)
+        self.sent = 0  # bytes delivered to steps over the link
+        self.discarded = 0  # bytes copied ahead for a step that then did not come
+        self._groups: list[list[Group]] = [[] for _ in range(layers)]
+        self._queue: list[Group] = []  # host groups of this step, in the order of use
+        self._issued = 0  # of the queue, and past its end of the next step's
+        self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
+        self._busy: deque[Array] = deque()  # one small result of each step in progress
+        self._again = False
+        self._on_device = SingleDeviceSharding(device, memory_kind="device")
+        self._pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+
+    # Holding pages
+
+    def add(self, layer: int, row: int, first: int, pages: tuple[Array, ...]) -> None:
+        """Take over full pages [M, K, P, ...] of one row from position `first` on."""
+        size = pages[0].shape[2]
+        for i, at in enumerate(range(first, first + size * len(pages[0]), size)):
+            own = pages if len(pages[0]) == 1 else tuple(p[i : i + 1] for p in pages)
+            place = self.place(layer, at)
+            self._push(self._groups[layer], self._group(own, (row,), (at,), place))
+
+    def release(self, row: int) -> None:
+        """Drop a row's pages."""
+        for layer in range(len(self._groups)):
+            self._keep(layer, lambda group, i: group.rows[i] != row)
+
+    def trim(self, layer: int, row: int, oldest: int) -> None:
+        """Drop a row's pages that end before position `oldest`."""
+
+        def alive(group: Group, i: int) -> bool:
+            page = group.pages[0].shape[2]
+            return group.rows[i] != row or group.firsts[i] + page > oldest
+
+        self._keep(layer, alive)
+
+    def groups(self, layer: int) -> list[Group]:
+        """The groups of a layer, in the order of use."""
+        return list(self._groups[layer])
+
+    def held_bytes(self) -> dict[Place, int]:
+        """Bytes of the pages held, by place."""
+        held: dict[Place, int] = {"device": 0, "pinned": 0, "pageable": 0}
+        for groups in self._groups:
+            for group in groups:
+                held[group.place] += group.nbytes
+        return held
+
+    def _keep(self, layer: int, alive: Callable[[Group, int], bool]) -> None:
+        old, new = self._groups[layer], []
+        for group in old:
+            left = [i for i in range(len(group.rows)) if alive(group, i)]
+            if len(left) == len(group.rows):
+                self._push(new, group)
+                continue
+            for size in reversed(self.sizes):
+                while len(left) >= size:
+                    self._push(new, self._select(group, left[:size]))
+                    left = left[size:]
+        self._groups[layer] = new
+
+    def _push(self, groups: list[Group], group: Group) -> None:
+        """Append; then merge as long as the last groups fill one of the next size."""
+        groups.append(group)
+        for small, large in zip(self.sizes, self.sizes[1:], strict=False):
+            last = groups[-(large // small) :]
+            same = {(len(g.rows), g.place) for g in last} == {(small, group.place)}
+            if len(last) * small < large or not same:
+                continue
+            parts = [[g.pages[i] for g in last] for i in range(len(group.pages))]
+            merged = [_join(p, group.place) for p in parts]
+            rows = tuple(r for g in last for r in g.rows)
+            firsts = tuple(f for g in last for f in g.firsts)
+            groups[-len(last) :] = [self._group(tuple(merged), rows, firsts, group.place)]
+
+    def _select(self, group: Group, index: list[int]) -> Group:
+        if group.place == "device":
+            pages = tuple(_take(p, np.asarray(index, np.int32)) for p in group.pages)
+        else:
+            pages = tuple(np.asarray(p)[index] for p in group.pages)
+        rows = tuple(group.rows[i] for i in index)
+        return self._group(pages, rows, tuple(group.firsts[i] for i in index), group.place)
+
+    def _group(
+        self, pages: Pages, rows: tuple[int, ...], firsts: tuple[int, ...], place: Place
+    ) -> Group:
+        if place == "pinned":
+            pages = tuple(jax.device_put(p, self._pinned) for p in pages)
+        elif place == "pageable":
+            pages = tuple(np.array(p) for p in pages)
+        table = np.asarray([*rows, *firsts, len(rows)], np.int32)
+        return Group(pages, rows, firsts, place, jax.device_put(table, self._on_device))
+
+    # Delivering pages
+
+    def begin(self, row: int, rows: int, again: bool) -> None:
+        """Start a step over rows row .. row + rows; `again` if the same rows come next."""
+        wanted = [g for layer in range(len(self._groups)) for g in self._wanted(layer, row, rows)]
+        self._queue = [g for g in wanted if g.place != "device"]
+        self._again = again
+        if [g for g, _ in self._ahead] != self._queue[: len(self._ahead)]:
+            self.discarded += sum(g.nbytes for g, _ in self._ahead)
+            self._ahead.clear()
+        self._issued = len(self._ahead)
+        self._top_up()
+
+    def visit(self, layer: int, row: int, rows: int) -> Iterator[tuple[tuple[Array, ...], Array]]:
+        """The layer's groups with pages of these rows: pages on the device, and their table.
+
+        Layers are visited in ascending order; `done` follows each step on a group.
+        """
+        for group in self._wanted(layer, row, rows):
+            if group.place == "device":
+                yield group.pages, group.table  # type: ignore[misc]
+                continue
+            if not self._ahead:
+                while len(self._busy) >= self.prefetch:
+                    self._busy.popleft().block_until_ready()
+                self._issue()
+            ahead, pages = self._ahead.popleft()
+            assert ahead is group, "layers were visited out of order"
+            self.sent += group.nbytes
+            self._delivered = True
+            yield pages, group.table
+            del pages
+
+    def done(self, result: Array) -> None:
+        """A step on the last visited group has been dispatched; `result` is ready when it ends."""
+        if self._delivered:
+            self._delivered = False
+            self._busy.append(result)
+            self._top_up()
+
+    _delivered = False
+
+    def _wanted(self, layer: int, row: int, rows: int) -> list[Group]:
+        def touches(group: Group) -> bool:
+            return any(row <= r < row + rows for r in group.rows)
+
+        return [g for g in self._groups[layer] if touches(g)]
+
+    def _top_up(self) -> None:
+        while self._busy and self._busy[0].is_ready()  # pyright: ignore[reportAttributeAccessIssue]:
+            self._busy.popleft()
+        limit = len(self._queue) * (2 if self._again else 1)
+        while self._issued < limit and len(self._ahead) + len(self._busy) < self.prefetch:
+            self._issue()
+
+    def _issue(self) -> None:
+        group = self._queue[self._issued % len(self._queue)]
+        # A numpy page may be taken over without a copy; pages never change, so that is safe.
+        pages = tuple(jax.device_put(p, self._on_device) for p in group.pages)
+        self._ahead.append((group, pages))
+        self._issued += 1

@@ -1,0 +1,62 @@
+"""What generation asks of an engine, whatever the plan."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.engine.local import Top
+
+Logits = np.ndarray | Top  # float32 [N, V], or the largest of each row
+Hidden = Any  # an engine's own form of hidden states
+
+
+class Engine(ABC):
+    """Runs steps over the rows of a batch and keeps their cache.
+
+    A step is either one row with a chunk of T tokens or all rows with one token each. The caller
+    knows how long every row is; an engine keeps no count of its own.
+    """
+
+    @abstractmethod
+    def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Hidden:
+        """tokens int32 [N, T] at positions starts[n] .. starts[n] + T of rows row .. row + N.
+        Tokens past a row's end are padding. Returns the hidden states for `logits`."""
+
+    @abstractmethod
+    def logits(self, hidden: Hidden, at: np.ndarray, top: int) -> Logits:
+        """Logits after tokens at [N, J] of the step's chunk: float32 [N J, V], or with `top` > 0
+        the largest only."""
+
+    def settle(self, row: int, ends: np.ndarray) -> None:  # noqa: B027 (nothing to do is fine)
+        """After a step: rows row .. row + N now end at ends[n]."""
+
+    def rehearse(self) -> Iterator[None]:
+        """For warm-up: put row 0 into each state that makes `forward` use other programs."""
+        yield
+
+    def release(self, row: int) -> None:  # noqa: B027 (nothing to do is fine)
+        """Forget a row's cache."""
+
+    def link_bytes(self) -> list[int]:
+        """Bytes sent from host memory to each device so far."""
+        return []
+
+
+def merge_logits(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows [N, J, rows] of several devices side by side: [N J, V]."""
+    whole = np.concatenate(parts, axis=-1)
+    return whole.reshape(-1, whole.shape[-1])
+
+
+def merge_top(parts: Sequence[Top], top: int) -> Top:
+    """The largest of several devices' parts, ties to the lower id."""
+    values = merge_logits([p.values for p in parts])
+    ids = merge_logits([p.ids for p in parts])
+    order = np.lexsort((ids, -values), axis=1)[:, :top]
+    lse = np.logaddexp.reduce([np.ravel(p.lse) for p in parts], axis=0)
+    take = np.take_along_axis
+    return Top(take(values, order, axis=1), take(ids, order, axis=1), lse)

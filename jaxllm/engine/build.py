@@ -1,0 +1,125 @@
+"""From a plan and a source of values to an engine that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import Mesh as JaxMesh
+
+from jaxllm.cache.store import Place
+from jaxllm.engine.base import Engine
+from jaxllm.engine.fused import AXIS, FusedEngine
+from jaxllm.engine.staged import StagedEngine
+from jaxllm.models.block import Block
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.layers import Device
+from jaxllm.models.weights import (
+    LocalModel,
+    Progress,
+    Source,
+    load_device,
+    load_stacked,
+    local_model,
+    slots,
+    whole_model,
+)
+from sharding import Mesh, Plan, PlanOptions, make_plan, replications
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model under a plan: `whole` has its KV heads replicated as the plan says."""
+
+    plan: Plan
+    block: type[Block]
+    whole: LocalModel
+    dtype: str
+
+    def slice(self, device: int) -> LocalModel:
+        """What one device of the plan holds."""
+        layers = self.plan.layers
+        start, stop = self.plan.vocab[device]
+        return local_model(
+            self.block,
+            self.whole.cfg,
+            [_count(layer.groups[device]) for layer in layers],
+            [_count(layer.mlp[device]) for layer in layers],
+            stop - start,
+            self.dtype,
+        )
+
+    def padded(self) -> LocalModel:
+        """The largest slice in every size: what each device of a fused mesh holds."""
+        layers = self.plan.layers
+        return local_model(
+            self.block,
+            self.whole.cfg,
+            [max(map(_count, layer.groups)) for layer in layers],
+            [max(map(_count, layer.mlp)) for layer in layers],
+            max(map(_count, self.plan.vocab)),
+            self.dtype,
+        )
+
+
+def _count(part: tuple[int, int]) -> int:
+    return part[1] - part[0]
+
+
+def plan_model(
+    block: type[Block],
+    cfg: ModelConfig,
+    mesh: Mesh,
+    options: PlanOptions,
+    dtype: str,
+    mlp_block: int = 32,
+) -> PlannedModel:
+    """The plan of a model over a mesh, every parameter counted. dtype names a numpy type."""
+    shape = cfg.shape(mlp_block)
+    options = replace(options, itemsize=np.dtype(jax.numpy.dtype(dtype)).itemsize)
+    times = replications(shape, mesh, options)
+    layers = [c.replicated(r) for c, r in zip(cfg.layers, times, strict=True)]
+    whole = whole_model(block, replace(cfg, layers=tuple(layers)), dtype)
+    plan = make_plan(shape, mesh, options, [slot.tensor for slot in slots(whole)])
+    return PlannedModel(plan, block, whole, dtype)
+
+
+def host_place(devices: list[Device]) -> Place:
+    """Pinned host memory where every device offers it, else pageable."""
+    kinds = [{m.kind for m in d.addressable_memories()} for d in devices]
+    return "pinned" if all("pinned_host" in k for k in kinds) else "pageable"
+
+
+def build_engine(
+    model: PlannedModel,
+    source: Source,
+    progress: Progress | None = None,
+    place: Callable[[int, int, int], Place] | None = None,
+) -> Engine:
+    """Load every device's slice and make the engine that the plan names.
+
+    place(device, layer, first position) overrides where full pages of a staged engine live.
+    """
+    plan = model.plan
+    plan.check_fit()
+    devices = list(plan.mesh.jax_devices or ())
+    if plan.engine == "fused":
+        if not plan.padded:
+            (only,) = plan.used_devices
+            local = model.slice(only)
+            leaves = load_device(plan, model.whole, local, source, only, devices[only], progress)
+            return FusedEngine(plan, local, leaves, devices[only])
+        mesh = JaxMesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        local = model.padded()
+        leaves = load_stacked(plan, model.whole, local, source, mesh, progress)
+        return FusedEngine(plan, local, leaves, mesh)
+    models = [model.slice(i) for i in range(len(devices))]
+    leaves = [
+        load_device(plan, model.whole, local, source, i, devices[i], progress)
+        for i, local in enumerate(models)
+    ]
+    everywhere: Place = "device" if plan.options.kv == "device" else host_place(devices)
+    return StagedEngine(plan, models, leaves, devices, place or (lambda *_: everywhere))

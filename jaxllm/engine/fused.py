@@ -1,0 +1,192 @@
+"""The fused engine: a whole step is one program, the cache a ring of the whole context a layer.
+
+On one device the program is exact. On several like devices it runs under `shard_map`: every
+device's slice is zero-padded to the largest share, and sums are `psum`. Zero rows and columns add
+nothing, so that padding changes no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxllm.cache.attention import Ring, attend_ring, finish
+from jaxllm.cache.types import CACHE_TYPES
+from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
+from jaxllm.engine.local import (
+    Top,
+    begin_attention,
+    head_logits,
+    pack_step,
+    unpack_step,
+)
+from jaxllm.models.block import BlockDef
+from jaxllm.models.layers import Array, Device
+from jaxllm.models.weights import Leaves, LocalModel
+from sharding import Plan, ring_positions
+
+AXIS = "devices"
+
+
+def forward(
+    model: LocalModel,
+    leaves: Leaves,
+    rings: tuple[Ring, ...],
+    packed: Array,
+    page: int,
+    total: Callable[[Array], Array],
+) -> tuple[Array, tuple[Ring, ...]]:
+    """One step over all layers: the hidden states [N, T, D] before the head, and the new rings."""
+    step = unpack_step(packed)
+    ends = model.ends.bind(leaves.ends)
+    x = total(ends.embed(step.tokens, leaves.vocab[0]))
+    new = []
+    for definition, cfg, values, ring in zip(
+        model.blocks, model.cfg.layers, leaves.layers, rings, strict=True
+    ):
+        block = definition.bind(values)
+        q, carry, ring = begin_attention(block, cfg, x, ring, step)
+        carry = attend_ring(cfg, carry, q, ring, step.row, step.positions, page)
+        x = block.join_attention(x, total(block.after_attention(finish(carry, x.dtype))))
+        x = block.join_mlp(x, total(block.mlp(x)))
+        new.append(ring)
+    return x, tuple(new)
+
+
+def _per_device(mesh: JaxMesh | None, local: Callable, sharded: int, whole: int) -> Callable:
+    """`local` over every device of the mesh: its first `sharded` arguments and all its results
+    have a leading device axis, the `whole` last ones are the same everywhere."""
+    if mesh is None:
+        return local
+    split, same = PartitionSpec(AXIS), PartitionSpec()
+
+    def body(*args: object) -> object:
+        own = jax.tree.map(lambda a: a[0], args[:sharded])
+        return jax.tree.map(lambda a: a[None], local(*own, *args[sharded:]))
+
+    specs = (split,) * sharded + (same,) * whole
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+
+
+def _total(mesh: JaxMesh | None) -> Callable[[Array], Array]:
+    return (lambda x: x) if mesh is None else partial(jax.lax.psum, axis_name=AXIS)
+
+
+@partial(jax.jit, static_argnames=("model", "page", "mesh"), donate_argnames=("rings",))
+def _forward(
+    leaves: Leaves,
+    rings: tuple[Ring, ...],
+    packed: Array,
+    *,
+    model: LocalModel,
+    page: int,
+    mesh: JaxMesh | None,
+) -> tuple[Array, tuple[Ring, ...]]:
+    def local(
+        leaves: Leaves, rings: tuple[Ring, ...], packed: Array
+    ) -> tuple[Array, tuple[Ring, ...]]:
+        return forward(model, leaves, rings, packed, page, _total(mesh))
+
+    return _per_device(mesh, local, 2, 1)(leaves, rings, packed)
+
+
+@partial(jax.jit, static_argnames=("ends", "top", "mesh"))
+def _head(
+    leaves: tuple[Array, ...],
+    vocab: Array,
+    x: Array,
+    at: Array,
+    *,
+    ends: BlockDef,
+    top: int,
+    mesh: JaxMesh | None,
+) -> Array | Top:
+    def local(leaves: tuple[Array, ...], vocab: Array, x: Array, at: Array) -> Array | Top:
+        return head_logits(ends.bind(leaves), x, at, vocab, top)
+
+    return _per_device(mesh, local, 3, 1)(leaves, vocab, x, at)
+
+
+def pure_step(model: LocalModel, page: int) -> Callable[..., tuple[Array, tuple[Ring, ...]]]:
+    """fn(leaves, rings, tokens [B, T], starts [B]) -> (logits [B, T, V], rings), for one device."""
+
+    def step(
+        leaves: Leaves, rings: tuple[Ring, ...], tokens: Array, starts: Array
+    ) -> tuple[Array, tuple[Ring, ...]]:
+        zeros = jnp.zeros((len(tokens), 1), jnp.int32)
+        packed = jnp.concatenate([tokens, zeros, starts[:, None], zeros], axis=1, dtype=jnp.int32)
+        x, rings = forward(model, leaves, rings, packed, page, lambda x: x)
+        return model.ends.bind(leaves.ends).logits(x), rings
+
+    return step
+
+
+class FusedEngine(Engine):
+    """See the module's docstring; `Engine` says what the methods mean."""
+
+    def __init__(self, plan: Plan, model: LocalModel, leaves: Leaves, where: Device | JaxMesh):
+        self.plan, self.model, self.leaves = plan, model, leaves
+        self.mesh = where if isinstance(where, JaxMesh) else None
+        self.rings = empty_rings(plan, model, where)
+
+    def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Array:
+        packed = pack_step(tokens, row, starts, np.zeros_like(starts))
+        x, self.rings = _forward(
+            self.leaves,
+            self.rings,
+            packed,
+            model=self.model,
+            page=self.plan.options.page,
+            mesh=self.mesh,
+        )
+        return x
+
+    def logits(self, hidden: Array, at: np.ndarray, top: int) -> Logits:
+        out = _head(
+            self.leaves.ends,
+            self.leaves.vocab,
+            hidden,
+            at.astype(np.int32),
+            ends=self.model.ends,
+            top=top,
+            mesh=self.mesh,
+        )
+        out = jax.device_get(out)
+        if isinstance(out, Top):
+            parts = [out] if self.mesh is None else [Top(*p) for p in zip(*out, strict=True)]
+            return merge_top(parts, top)
+        if self.mesh is None:
+            return merge_logits([out])
+        counts = [stop - start for start, stop in self.plan.vocab]
+        return merge_logits([p[..., :n] for p, n in zip(out, counts, strict=True)])
+
+
+def empty_rings(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> tuple[Ring, ...]:
+    """Zeroed rings of every layer; on a mesh one slice a device along a leading axis."""
+    options = plan.options
+    lead, sharding = (), None
+    if isinstance(where, JaxMesh):
+        lead, sharding = (where.size,), NamedSharding(where, PartitionSpec(AXIS))
+    else:
+        sharding = SingleDeviceSharding(where)
+    types = CACHE_TYPES[options.cache_type_k], CACHE_TYPES[options.cache_type_v]
+    rings = []
+    for layer, heads in zip(model.cfg.layers, model.kv_heads, strict=True):
+        capacity = ring_positions("fused", options, layer.window)
+        shape = (*lead, options.slots, heads, capacity)
+        sizes = (layer.k_dim, layer.v_dim)
+        rings.append(
+            Ring(
+                *(
+                    jnp.zeros((*shape, n), t, device=sharding)
+                    for n, t in zip(sizes, types, strict=True)
+                )
+            )
+        )
+    return tuple(rings)

@@ -1,0 +1,94 @@
+"""The forward pass as one device sees it, in the pieces that the engines put together.
+
+Both engines call these functions and no other: the fused engine all of them in one traced loop,
+the staged engine each in programs of its own. Sums over devices lie between the pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.attention import (
+    Carry,
+    Ring,
+    queries_first,
+    start_carry,
+    write_ring,
+)
+from jaxllm.models.block import Block, Ends
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.layers import Array
+
+
+class Step(NamedTuple):
+    """What one step is about: rows row .. row + N, T tokens each.
+
+    tokens [N, T]; row []; starts [N] the position of each row's first token; floor [N] where the
+    positions that a ring holds begin (zero but for tails). All int32.
+    """
+
+    tokens: Array
+    row: Array
+    starts: Array
+    floor: Array
+
+    @property
+    def positions(self) -> Array:
+        """[N, T]."""
+        return self.starts[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+
+
+def pack_step(tokens: np.ndarray, row: int, starts: np.ndarray, floor: np.ndarray) -> np.ndarray:
+    """A step as one int32 array [N, T + 3]: one copy a device and step."""
+    rows = np.full((len(tokens), 1), row)
+    columns = [tokens, rows, starts[:, None], floor[:, None]]
+    return np.concatenate(columns, axis=1, dtype=np.int32, casting="unsafe")
+
+
+def unpack_step(packed: Array) -> Step:
+    """The inverse of `pack_step`, inside a trace."""
+    return Step(packed[:, :-3], packed[0, -3], packed[:, -2], packed[:, -1])
+
+
+def begin_attention(
+    block: Block, cfg: LayerConfig, x: Array, ring: Ring, step: Step
+) -> tuple[Array, Carry, Ring]:
+    """Queries [N, K, G, T, H] with a fresh carry, keys and values written to the ring."""
+    q, k, v = block.before_attention(x, step.positions)
+    q = queries_first(q)
+    ring = write_ring(ring, k, v, step.row, step.starts)
+    return q, start_carry(q, cfg.v_dim), ring
+
+
+class Top(NamedTuple):
+    """The largest logits at each place, their ids, and the log-sum-exp of all of them.
+
+    values and ids [N, J, k], lse [N, J] on the devices; [N, k] and [N] once J = 1 is taken away.
+    """
+
+    values: Any
+    ids: Any
+    lse: Any
+
+
+def head_logits(ends: Ends, x: Array, at: Array, vocab: Array, top: int) -> Array | Top:
+    """Logits of places at [N, J] of x [N, T, D] over this device's rows.
+
+    vocab int32 [2]: the device's first row and how many it has (a slice may be padded past them).
+    top 0: all of them [N, J, rows]; otherwise the `top` largest, ids of the whole vocabulary.
+    """
+    logits = ends.logits(jnp.take_along_axis(x, at[:, :, None], axis=1))
+    if top == 0:
+        return logits
+    logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab[1], logits, -jnp.inf)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    if top == 1:
+        ids = jnp.argmax(logits, axis=-1)[..., None]
+        values = jnp.take_along_axis(logits, ids, axis=-1)
+    else:
+        values, ids = jax.lax.top_k(logits, min(top, logits.shape[-1]))
+    return Top(values, ids.astype(jnp.int32) + vocab[0], lse)

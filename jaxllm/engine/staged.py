@@ -1,0 +1,387 @@
+"""The staged engine: programs of single devices, with copies between them and pages between.
+
+    device 0   enter+in | pages ... | out |     | after+mlp |     | join+in | pages ... | out
+    device 1   enter+in | pages ... | out | <-> | after+mlp | <-> | join+in | pages ... | out
+                                       exchange           exchange
+
+A stage is a short list of pieces that need nothing from another device; where one device holds
+everything, what follows attention in a layer and what precedes it in the next are one stage. Its
+newest positions are in a ring on the device (the tail); when a page of a row is full it moves to
+the device's `PageStore`, wherever that keeps it. Programs depend on the plan, the batch and the
+chunk alone, never on where a page lives: that is why the place of the cache changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxllm.cache.attention import (
+    Carry,
+    Ring,
+    attend_pages,
+    attend_tail,
+    finish,
+    join_page,
+    ring_block,
+)
+from jaxllm.cache.store import PageStore, Place, group_sizes
+from jaxllm.cache.types import CACHE_TYPES
+from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
+from jaxllm.engine.local import Top, begin_attention, head_logits, pack_step, unpack_step
+from jaxllm.models.block import BlockDef
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.layers import Array, Device
+from jaxllm.models.weights import Leaves, LocalModel
+from sharding import Plan, exchange, ring_positions
+
+
+class Layer(NamedTuple):
+    """A layer's static part on one device."""
+
+    block: BlockDef
+    cfg: LayerConfig
+
+
+class Queries(NamedTuple):
+    """What a device holds between a layer's stages: queries [N, K, G, T, H] and their carry."""
+
+    q: Array
+    carry: Carry
+
+
+class StageIn(NamedTuple):
+    """Arguments of a stage; what its pieces do not read is None."""
+
+    here: tuple[Array, ...] = ()  # leaves of the layer that ends
+    there: tuple[Array, ...] = ()  # leaves of the layer that begins
+    x: Array | None = None  # residual [N, T, D]
+    parts: tuple[Array, ...] | None = None  # partials, summed in this order
+    queries: Queries | None = None
+    tail: Ring | None = None  # of the layer that ends
+
+
+class StageOut(NamedTuple):
+    """Results of a stage; what its pieces do not make is None."""
+
+    x: Array | None  # residual, where it changed
+    partial: Array | None
+    queries: Queries | None
+    ring: Ring | None  # of the layer that begins
+
+
+@partial(jax.jit, static_argnames=("pieces", "here", "there", "page"), donate_argnames=("ring",))
+def _stage(
+    given: StageIn,
+    ring: Ring | None,
+    packed: Array,
+    *,
+    pieces: tuple[str, ...],
+    here: Layer | None,
+    there: Layer | None,
+    page: int,
+) -> StageOut:
+    """Run pieces in order; `ring` is that of the layer that begins."""
+    step = unpack_step(packed)
+    old: Any = None if here is None else here.block.bind(given.here)
+    new: Any = None if there is None else there.block.bind(given.there)
+    x, total, begun, changed = given.x, None, None, False
+    if given.parts is not None:
+        total = sum(given.parts[1:], given.parts[0])
+    for piece in pieces:
+        if piece == "enter":
+            x, total, changed = total, None, True
+        elif piece == "in":
+            assert there is not None and x is not None and ring is not None
+            q, carry, ring = begin_attention(new, there.cfg, x, ring, step)
+            begun = Queries(q, carry)
+        elif piece == "out":
+            assert here is not None and given.queries is not None and given.tail is not None
+            q, carry = given.queries
+            carry = attend_tail(
+                here.cfg, carry, q, given.tail, step.row, step.positions, step.floor, page
+            )
+            total = old.after_attention(finish(carry, q.dtype))
+        elif piece == "after":
+            x, total, changed = old.join_attention(x, total), None, True
+        elif piece == "mlp":
+            total = old.mlp(x)
+        elif piece == "join":
+            x, total, changed = old.join_mlp(x, total), None, True
+    return StageOut(x if changed else None, total, begun, None if begun is None else ring)
+
+
+@partial(jax.jit, static_argnames=("cfg",), donate_argnames=("carry",))
+def _attend(
+    carry: Carry,
+    q: Array,
+    pages: tuple[Array, ...],
+    table: Array,
+    packed: Array,
+    *,
+    cfg: LayerConfig,
+) -> tuple[Carry, Array]:
+    """Fold a group; also a small result, by whose arrival the store knows that the step ended."""
+    step = unpack_step(packed)
+    carry = attend_pages(cfg, carry, q, pages, table, step.row, step.positions)
+    return carry, carry.m[:1, :1, :1, :1]
+
+
+@partial(jax.jit, static_argnames=("ends",))
+def _embed(leaves: tuple[Array, ...], vocab: Array, packed: Array, *, ends: BlockDef) -> Array:
+    return ends.bind(leaves).embed(unpack_step(packed).tokens, vocab[0])
+
+
+@partial(jax.jit, static_argnames=("ends", "top"))
+def _head(
+    leaves: tuple[Array, ...], vocab: Array, x: Array, at: Array, *, ends: BlockDef, top: int
+) -> Array | Top:
+    return head_logits(ends.bind(leaves), x, at, vocab, top)
+
+
+@partial(jax.jit, static_argnames=("page", "pages"))
+def _cut(ring: Ring, row: Array, first: Array, *, page: int, pages: int) -> tuple[Array, ...]:
+    """Pages [M, K, P, ...] of a row of a ring, from position `first` on."""
+    blocks = [ring_block(ring, row, 1, (first + i * page)[None], page) for i in range(pages)]
+    k, v = (jnp.concatenate(b) for b in zip(*blocks, strict=True))
+    return join_page(k, v)
+
+
+class StagedEngine(Engine):
+    """See the module's docstring; `Engine` says what the methods mean.
+
+    leaves and models have one entry a device of the plan; `place(device, layer, first)` says
+    where a full page goes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        models: list[LocalModel],
+        leaves: list[Leaves],
+        devices: list[Device],
+        place: Callable[[int, int, int], Place],
+    ):
+        self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
+        options = plan.options
+        self.page = options.page
+        self.floor = np.zeros(options.slots, np.int32)
+        self.stores = [
+            PageStore(d, len(plan.layers), options.group_pages, options.prefetch, partial(place, i))
+            for i, d in enumerate(devices)
+        ]
+        self.rings = [self._empty_rings(i) for i in range(len(devices))]
+
+    def _empty_rings(self, device: int) -> dict[int, Ring]:
+        options, model = self.plan.options, self.models[device]
+        to = SingleDeviceSharding(self.devices[device])
+        types = CACHE_TYPES[options.cache_type_k], CACHE_TYPES[options.cache_type_v]
+        rings = {}
+        for i, layer in enumerate(self.plan.layers):
+            if device in layer.attn_devices:
+                cfg = model.cfg.layers[i]
+                capacity = ring_positions("staged", options, cfg.window)
+                shape = (options.slots, model.kv_heads[i], capacity)
+                rings[i] = Ring(
+                    jnp.zeros((*shape, cfg.k_dim), types[0], device=to),
+                    jnp.zeros((*shape, cfg.v_dim), types[1], device=to),
+                )
+        return rings
+
+    def layer(self, device: int, index: int) -> Layer:
+        model = self.models[device]
+        return Layer(model.blocks[index], model.cfg.layers[index])
+
+    def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> dict[int, Array]:
+        rows = len(tokens)
+        packed = pack_step(tokens, row, starts, self.floor[row : row + rows])
+        step = _Forward(self, packed, row, rows, again=rows == self.plan.options.slots)
+        return step.run()
+
+    def logits(self, hidden: dict[int, Array], at: np.ndarray, top: int) -> Logits:
+        outs, at = [], at.astype(np.int32)
+        for i, (start, stop) in enumerate(self.plan.vocab):
+            if stop > start:
+                leaves, ends = self.leaves[i], self.models[i].ends
+                outs.append(_head(leaves.ends, leaves.vocab, hidden[i], at, ends=ends, top=top))
+        parts = jax.device_get(outs)
+        return merge_top(parts, top) if top else merge_logits(parts)
+
+    def settle(self, row: int, ends: np.ndarray) -> None:
+        for n, end in enumerate(ends.tolist()):
+            first = int(self.floor[row + n])
+            full = (end - first) // self.page
+            if full > 0:
+                self._flush(row + n, first, full, end)
+
+    def _flush(self, row: int, first: int, full: int, end: int) -> None:
+        for device, rings in enumerate(self.rings):
+            store = self.stores[device]
+            for layer, ring in rings.items():
+                window = self.models[device].cfg.layers[layer].window
+                oldest = 0 if window is None else max(0, end - window + 1)
+                at, left = first, full
+                for size in reversed(group_sizes(self.plan.options.group_pages)):
+                    while left >= size:
+                        if at + size * self.page > oldest:
+                            pages = _cut(
+                                ring, np.int32(row), np.int32(at), page=self.page, pages=size
+                            )
+                            store.add(layer, row, at, pages)
+                        at, left = at + size * self.page, left - size
+                if oldest:
+                    store.trim(layer, row, oldest)
+        self.floor[row] = first + full * self.page
+
+    def rehearse(self) -> Iterator[None]:
+        yield
+        for size in group_sizes(self.plan.options.group_pages):
+            if size * self.page > self.plan.options.ctx:
+                continue
+            self.release(0)
+            for device, rings in enumerate(self.rings):
+                model = self.models[device]
+                first_of_kind = {(model.cfg.layers[i], model.kv_heads[i]): i for i in rings}
+                for layer in first_of_kind.values():
+                    at = np.int32(0)
+                    pages = _cut(rings[layer], at, at, page=self.page, pages=size)
+                    self.stores[device].add(layer, 0, 0, pages)
+            yield
+        self.release(0)
+
+    def release(self, row: int) -> None:
+        self.floor[row] = 0
+        for store in self.stores:
+            store.release(row)
+
+    def link_bytes(self) -> list[int]:
+        return [store.sent for store in self.stores]
+
+
+class _Forward:
+    """One step: the residual x and the partials of each device on their way through the layers."""
+
+    def __init__(self, engine: StagedEngine, packed: np.ndarray, row: int, rows: int, again: bool):
+        self.engine, self.row, self.rows = engine, row, rows
+        self.packed = [jax.device_put(packed, SingleDeviceSharding(d)) for d in engine.devices]
+        for store in engine.stores:
+            store.begin(row, rows, again)
+        self.x: dict[int, Array] = {}
+        self.made: dict[int, Array] = {}  # partials by the device that made them
+        self.parts: dict[int, tuple[Array, ...]] = {}  # partials to sum, by the device that will
+        self.queries: dict[int, Queries] = {}
+
+    def run(self) -> dict[int, Array]:
+        engine, plan = self.engine, self.engine.plan
+        holders = [i for i, (a, b) in enumerate(plan.vocab) if b > a]
+        for i in holders:
+            leaves, ends = engine.leaves[i], engine.models[i].ends
+            self.made[i] = _embed(leaves.ends, leaves.vocab, self.packed[i], ends=ends)
+        last = len(plan.layers) - 1
+        self._exchange(plan.layers[0].devices)
+        self._begin(0, ("enter",))
+        for index, layer in enumerate(plan.layers):
+            targets = holders if index == last else plan.layers[index + 1].devices
+            for device in layer.attn_devices:
+                self._attend(device, index)
+            if len(layer.devices) == 1:
+                self._alone(layer.devices[0], index, tuple(targets))
+                continue
+            for device in layer.attn_devices:
+                self._run(device, ("out",), index)
+            self._exchange(layer.devices)
+            for device in layer.devices:
+                work = ("after", "mlp") if device in layer.mlp_devices else ("after",)
+                self._run(device, work, index)
+            self._finish(index, tuple(targets))
+        return self.x
+
+    def _alone(self, device: int, index: int, targets: tuple[int, ...]) -> None:
+        """A layer on one device: one stage up to the next layer's queries if they are there."""
+        pieces = ("out", "after", "mlp", "join")
+        goes_on = targets == (device,)
+        if goes_on and index + 1 < len(self.engine.plan.layers):
+            self._run(device, (*pieces, "in"), index, index + 1)
+        else:
+            self._run(device, pieces, index)
+            self._hand_over(device, index, targets)
+
+    def _finish(self, index: int, targets: tuple[int, ...]) -> None:
+        """From the partials of a layer's MLP to the next layer's queries, or to the head."""
+        if set(targets) <= set(self.x):
+            self._exchange(targets)
+            self._begin(index + 1, ("join",))
+        else:
+            source = min(self.x)
+            self._exchange((source,))
+            self._run(source, ("join",), index)
+            self._hand_over(source, index, targets)
+
+    def _hand_over(self, source: int, index: int, targets: tuple[int, ...]) -> None:
+        """Send the finished residual of one device to those that need it next."""
+        self.made = {source: self.x[source]}
+        self._exchange(targets)
+        self._begin(index + 1, ("enter",))
+
+    def _begin(self, index: int, first: tuple[str, ...]) -> None:
+        """Start layer `index` on its devices; past the last layer, only complete the residual."""
+        layers = self.engine.plan.layers
+        targets = list(self.parts)
+        self.x = {d: x for d, x in self.x.items() if d in targets}
+        for device in targets:
+            here = index - 1 if first == ("join",) else None
+            if index < len(layers) and device in layers[index].attn_devices:
+                self._run(device, (*first, "in"), here, index)
+            else:
+                self._run(device, first, here)
+
+    def _exchange(self, targets: tuple[int, ...]) -> None:
+        self.parts = exchange(self.made, list(targets), self.engine.devices)
+        self.made = {}
+
+    def _run(
+        self, device: int, pieces: tuple[str, ...], here: int | None, there: int | None = None
+    ) -> None:
+        engine = self.engine
+        layers, rings = engine.leaves[device].layers, engine.rings[device]
+        out = "out" in pieces
+        given = StageIn(
+            here=() if here is None else layers[here],
+            there=() if there is None else layers[there],
+            x=self.x.get(device),
+            parts=self.parts.pop(device, None),
+            queries=self.queries.pop(device) if out else None,
+            tail=rings[here] if out and here is not None else None,
+        )
+        result = _stage(
+            given,
+            None if there is None else rings[there],
+            self.packed[device],
+            pieces=pieces,
+            here=None if here is None else engine.layer(device, here),
+            there=None if there is None else engine.layer(device, there),
+            page=engine.page,
+        )
+        if result.x is not None:
+            self.x[device] = result.x
+        if result.partial is not None:
+            self.made[device] = result.partial
+        if result.queries is not None:
+            self.queries[device] = result.queries
+        if result.ring is not None and there is not None:
+            rings[there] = result.ring
+
+    def _attend(self, device: int, index: int) -> None:
+        engine = self.engine
+        store, cfg = engine.stores[device], engine.models[device].cfg.layers[index]
+        q, carry = self.queries[device]
+        for pages, table in store.visit(index, self.row, self.rows):
+            carry, result = _attend(carry, q, pages, table, self.packed[device], cfg=cfg)
+            store.done(result)
+        self.queries[device] = Queries(q, carry)

@@ -1,0 +1,29 @@
+"""Compiling ahead: run every program once, on tokens that mean nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxllm.engine.base import Engine
+from jaxllm.engine.generate import chunk_sizes
+from jaxllm.engine.sampling import TOPS
+from sharding import Plan
+
+
+def warm_up(engine: Engine, plan: Plan, places: int) -> None:
+    """Every chunk size and the decode step, with all heads that generation and `logits` ask for.
+
+    places: positions that one head program takes when the logits of whole prompts are asked for.
+    """
+    options = plan.options
+    steps = [(1, size) for size in chunk_sizes(options.ubatch)] + [(options.slots, 1)]
+    for rows, size in dict.fromkeys(steps):
+        hidden = None
+        for _ in engine.rehearse():
+            tokens = np.zeros((rows, size), np.int32)
+            hidden = engine.forward(tokens, 0, np.zeros(rows, np.int32))
+        for top in (0, *TOPS):
+            engine.logits(hidden, np.zeros((rows, 1), np.int32), top)
+        if size > 1:
+            engine.logits(hidden, np.zeros((rows, min(size, places)), np.int32), 0)
+    engine.release(0)

@@ -1,0 +1,32 @@
+"""Errors that a user of the package may meet.
+
+Each message is one sentence that holds the offending value and says what to do about it.
+"""
+
+
+class JaxllmError(Exception):
+    """Base of every error this package raises on bad input."""
+
+
+class GGUFError(JaxllmError):
+    """A file is missing, damaged, or not a GGUF this package reads."""
+
+
+class ModelError(JaxllmError):
+    """A model that is not supported, or whose metadata or tensors contradict each other."""
+
+
+class TokenizerError(JaxllmError):
+    """A vocabulary or chat template that is missing, damaged or of an unknown kind."""
+
+
+class HubError(JaxllmError):
+    """A model that is not known, or could not be fetched or stored."""
+
+
+class PromptError(JaxllmError):
+    """A prompt that is empty or does not fit the context."""
+
+
+class OptionError(JaxllmError):
+    """An option whose value is out of range or contradicts another option."""

@@ -1,0 +1,373 @@
+"""`LLM`: a model, its plan and its engine behind one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES
+
+from jaxllm import hub
+from jaxllm.engine.base import Engine
+from jaxllm.engine.build import PlannedModel, build_engine, plan_model
+from jaxllm.engine.fused import FusedEngine, empty_rings, pure_step
+from jaxllm.engine.generate import FinishReason, Request, generate, prefill
+from jaxllm.engine.sampling import Logprob, SamplingParams
+from jaxllm.engine.stopping import StopFilter
+from jaxllm.engine.warmup import warm_up
+from jaxllm.errors import OptionError, PromptError
+from jaxllm.gguf.metadata import Metadata
+from jaxllm.gguf.reader import GGUFFile, open_gguf
+from jaxllm.models.block import Block
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.layers import Device
+from jaxllm.models.registry import family
+from jaxllm.models.sources import GGUFSource, RandomSource
+from jaxllm.models.weights import Progress, Source, slots
+from jaxllm.runtime import default_dtype, keep_compiled_programs
+from jaxllm.text import StreamDecoder, Tokenizer, load_tokenizer
+from sharding import Mesh, Plan, PlanOptions, ensure_devices, parse_shares
+
+Prompt = str | Sequence[int]
+Devices = int | Sequence[Device] | None
+DEFAULT_CTX = 2048
+DTYPES = ("float32", "bfloat16", "float16")
+LOGIT_PLACES = 64  # positions that one head program takes when all are asked for
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a prompt became. Rates are tokens a second; link bytes are by device label, and those
+    of every request that ran at the same time."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    prompt_rate: float
+    generation_rate: float
+    link_bytes: Mapping[str, int]
+    logprobs: tuple[Logprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of streamed text and the tokens that it completes; the last has a finish reason."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+class StepFn(NamedTuple):
+    """A pure decode step and its first arguments; see `LLM.step_fn`."""
+
+    fn: Callable[..., Any]
+    params: Any
+    cache: Any
+
+
+def options_from(
+    *,
+    mesh: Mesh,
+    ctx_train: int = 0,
+    split_mode: str | None = None,
+    tensor_split: str | Sequence[float] | None = None,
+    attn_split: str | Sequence[float] | None = None,
+    kv: str = "device",
+    cache_type_k: str | None = None,
+    cache_type_v: str | None = None,
+    dtype: str | None = None,
+    ctx: int | None = None,
+    parallel: int = 1,
+    ubatch: int = 512,
+    **more: Any,
+) -> tuple[PlanOptions, str]:
+    """Plan options and dtype from the arguments of `LLM`, with their defaults.
+
+    The cache has the compute dtype, the context the model's own up to 2048, several devices
+    `layer` unless these say otherwise.
+    """
+    dtype = dtype or default_dtype(mesh.devices[0].platform)
+    if dtype not in DTYPES:
+        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    own_type = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
+    if ctx is not None and ctx < 1:
+        raise OptionError(f"the context (-c) must be at least 1 position, not {ctx}")
+    return (
+        PlanOptions(
+            split_mode=split_mode or ("layer" if len(mesh) > 1 else "none"),  # type: ignore
+            tensor_split=parse_shares(tensor_split, len(mesh), "--tensor-split/-ts"),
+            attn_split=parse_shares(attn_split, len(mesh), "--attn-split/-as"),
+            kv=kv,  # type: ignore
+            cache_type_k=cache_type_k or own_type,  # type: ignore
+            cache_type_v=cache_type_v or own_type,  # type: ignore
+            ctx=ctx or min(ctx_train or DEFAULT_CTX, DEFAULT_CTX),
+            slots=parallel,
+            ubatch=ubatch,
+            **more,
+        ),
+        dtype,
+    )
+
+
+def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
+    """The plan of a GGUF file over a mesh, its tensors checked; `arguments` are those of `LLM`."""
+    kin = family(file.architecture)
+    cfg = kin.configure(Metadata.of(file), file.tensors)
+    options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
+    blocks = [
+        GGML_QUANT_SIZES[info.type][0]
+        for name, info in file.tensors.items()
+        if name.endswith("ffn_down.weight")
+    ]
+    model = plan_model(kin.block, cfg, mesh, options, dtype, max([32, *blocks]))
+    GGUFSource(file, model.whole.cfg).check(slots(model.whole))
+    return model
+
+
+class LLM:
+    """A language model spread over devices by a plan.
+
+    Make one with `LLM.from_gguf` or `LLM.from_config`. Arguments of both, named as llama.cpp's
+    options where it has them:
+
+        devices       a number, a list of jax devices of any platforms, or None: all of the default
+        split_mode    "none", "layer" or "tensor" (-sm); "layer" for several devices
+        tensor_split  a share a device for the weights (-ts), as "3,1" or (3, 1)
+        attn_split    a share a device for attention heads and their cache (-as); as tensor_split
+        kv            "device", or "host": the cache in host memory, streamed (-nkvo)
+        cache_type_k, cache_type_v   "f32", "f16" or "bf16" (-ctk, -ctv)
+        dtype         of weights and activations: "float32", "bfloat16" or "float16"
+        ctx           positions a sequence may have (-c)
+        parallel      sequences that run at once (-np); more prompts wait for a free one
+        ubatch        tokens of a prefill chunk, a power of two (-ub)
+        engine        "auto", "fused" or "staged"
+        page, group_pages, prefetch  positions of a page, pages of a copy, copies in flight
+        rounding, dither, kv_replicate   how heads are cut; see `sharding.PlanOptions`
+    """
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        source: Source,
+        tokenizer: Tokenizer | None,
+        progress: Progress | None = None,
+        place: Callable[..., Any] | None = None,
+    ):
+        self.model, self.tokenizer = model, tokenizer
+        self.engine: Engine = build_engine(model, source, progress, place)
+
+    @classmethod
+    def from_gguf(
+        cls,
+        path: str | PathLike[str],
+        *,
+        devices: Devices = None,
+        progress: bool = True,
+        **arguments: Any,
+    ) -> LLM:
+        """Load a GGUF file: a path, `hf:owner/repo/file.gguf`, or a name from `jaxllm models`."""
+        from jaxllm.progress import loading
+
+        keep_compiled_programs()
+        mesh = open_mesh(devices)
+        file = open_gguf(hub.resolve(str(path), progress=progress))
+        model = plan_gguf(file, mesh, **arguments)
+        with loading(model.plan, show=progress) as report:
+            source = GGUFSource(file, model.whole.cfg)
+            return cls(model, source, load_tokenizer(file), report)
+
+    @classmethod
+    def from_config(
+        cls,
+        cfg: ModelConfig,
+        *,
+        block: type[Block] = PreNormBlock,
+        devices: Devices = None,
+        seed: int = 0,
+        place: Callable[..., Any] | None = None,
+        **arguments: Any,
+    ) -> LLM:
+        """A model of random weights, the same under every plan; prompts are token ids.
+
+        place(device, layer, first position) -> "device", "pinned" or "pageable" puts each full
+        page of a staged engine somewhere of its own.
+        """
+        mesh = open_mesh(devices)
+        options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
+        model = plan_model(block, cfg, mesh, options, dtype)
+        return cls(model, RandomSource(seed), None, place=place)
+
+    @property
+    def plan(self) -> Plan:
+        """Which device holds what; prints as a table."""
+        return self.model.plan
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes (with KV heads repeated where the plan replicates them)."""
+        return self.model.whole.cfg
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """A completion for every prompt, in their order. A prompt is text or token ids."""
+        many = cast(Sequence[Prompt], [prompts] if _is_prompt(prompts) else prompts)
+        params = params or SamplingParams()
+        requests = [self._request(i, p, params) for i, p in enumerate(many)]
+        filters = [StopFilter(self._decoder(), params.stop) for _ in requests]
+        texts = ["" for _ in requests]
+        done: dict[int, Completion] = {}
+        sent = self.engine.link_bytes()
+        for request, token in self._run(requests):
+            i = request.index
+            if token is None:
+                texts[i] += filters[i].flush()
+                done[i] = self._completion(request, texts[i], filters[i], sent)
+                continue
+            texts[i] += filters[i].push(token)
+            request.cancelled = filters[i].stopped
+        return [done[i] for i in range(len(requests))]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Text as it comes, never part of a character nor of a stop text; the last piece has the
+        finish reason. Closing the iterator ends the request."""
+        params = params or SamplingParams()
+        request = self._request(0, prompt, params)
+        return self._pieces(request, StopFilter(self._decoder(), params.stop))
+
+    def _pieces(self, request: Request, filtered: StopFilter) -> Iterator[Piece]:
+        held: list[int] = []
+        for _, token in self._run([request]):
+            if token is None:
+                reason = "stop" if filtered.stopped else request.finish_reason
+                yield Piece(filtered.flush(), tuple(held), reason)
+                return
+            held.append(token)
+            text = filtered.push(token)
+            request.cancelled = filtered.stopped
+            if text and not filtered.stopped:
+                yield Piece(text, tuple(held))
+                held = []
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+    ) -> Completion:
+        """The answer to a conversation, by the model's own chat template."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The token ids of a conversation, ready for the answer."""
+        if self.tokenizer is None:
+            raise PromptError("the model has no tokenizer, so no chat; give token ids to generate")
+        return self.tokenizer.encode_chat(messages)
+
+    def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
+        """float32 [T, V]: row t is the logits after token t. A list of lists gives a list."""
+        if len(ids) > 0 and not _is_prompt(ids):
+            return [self.logits(each) for each in cast(Sequence[Sequence[int]], ids)]
+        prompt = self._checked(cast(Sequence[int], ids))
+        rows = []
+        try:
+            for hidden, used, size in prefill(self.engine, 0, prompt, self.plan.options.ubatch):
+                places = min(size, LOGIT_PLACES)
+                for at in range(0, used, places):
+                    rows.append(self.engine.logits(hidden, at + np.arange(places)[None], 0))
+                    rows[-1] = rows[-1][: used - at]
+        finally:
+            self.engine.release(0)
+        return np.concatenate(rows)
+
+    def warmup(self) -> None:
+        """Compile every program that prompts and batches of any length up to the context need."""
+        warm_up(self.engine, self.plan, LOGIT_PLACES)
+
+    def step_fn(self) -> StepFn:
+        """A pure step (fn, params, cache) for use inside jax.jit and scan.
+
+        fn(params, cache, tokens [B, T], starts [B]) -> (logits float32 [B, T, V], cache) runs all
+        `parallel` rows; B and T of int32 tokens may be any as long as start mod ubatch + T stays
+        within ubatch. The cache given is an empty one of its own. One device, fused engine.
+        """
+        engine = self.engine
+        if not isinstance(engine, FusedEngine) or engine.mesh is not None:
+            raise OptionError(
+                "step_fn needs the fused engine on one device; load the model with devices=1 and "
+                'kv="device"'
+            )
+        where = next(iter(engine.leaves.vocab.devices()))
+        return StepFn(
+            pure_step(engine.model, self.plan.options.page),
+            engine.leaves,
+            empty_rings(self.plan, engine.model, where),
+        )
+
+    def _run(self, requests: list[Request]) -> Iterator[tuple[Request, int | None]]:
+        options = self.plan.options
+        return generate(self.engine, requests, options.slots, options.ctx, options.ubatch)
+
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise PromptError("the model has no tokenizer; give the prompt as token ids")
+            prompt = self.tokenizer.encode(prompt)
+        if params.stop and self.tokenizer is None:
+            raise OptionError("stop texts need a tokenizer, and the model has none")
+        eog = self.tokenizer.eog if self.tokenizer else frozenset()
+        return Request(index, self._checked(prompt), params, eog)
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        ids = [int(i) for i in ids]
+        ctx, vocab = self.plan.options.ctx, self.config.vocab
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token")
+        if len(ids) > ctx:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens and the context {ctx}; raise ctx (-c) or "
+                "shorten the prompt"
+            )
+        wrong = next((i for i in ids if not 0 <= i < vocab), None)
+        if wrong is not None:
+            raise PromptError(f"token id {wrong} is outside the vocabulary of {vocab} tokens")
+        return ids
+
+    def _decoder(self) -> StreamDecoder | None:
+        return StreamDecoder(self.tokenizer) if self.tokenizer else None
+
+    def _completion(
+        self, request: Request, text: str, filtered: StopFilter, sent: list[int]
+    ) -> Completion:
+        decoded = len(request.token_ids) - 1
+        labels = [d.label for d in self.plan.mesh.devices]
+        now = self.engine.link_bytes()
+        reason = "stop" if filtered.stopped else request.finish_reason
+        assert reason is not None
+        return Completion(
+            text=text,
+            token_ids=tuple(request.token_ids),
+            finish_reason=reason,
+            prompt_tokens=len(request.prompt),
+            prompt_rate=len(request.prompt) / max(request.prompt_seconds, 1e-9),
+            generation_rate=decoded / request.decode_seconds if decoded > 0 else 0.0,
+            link_bytes={n: b - a for n, a, b in zip(labels, sent, now, strict=False)},
+            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
+        )
+
+
+def open_mesh(devices: Devices) -> Mesh:
+    """The mesh of `devices`; starts JAX's backend, with virtual CPU devices where it must."""
+    if isinstance(devices, int):
+        ensure_devices(devices)
+    return Mesh.from_jax(devices)
+
+
+def _is_prompt(value: Any) -> bool:
+    """Text, or a sequence of ids, rather than a sequence of prompts."""
+    if isinstance(value, str):
+        return True
+    return len(value) > 0 and not isinstance(value[0], str | list | tuple | np.ndarray)

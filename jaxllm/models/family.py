@@ -1,0 +1,120 @@
+"""What a family file provides, and the reading of metadata that families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, Literal
+
+from jaxllm.errors import ModelError
+from jaxllm.gguf.metadata import Metadata
+from jaxllm.gguf.reader import TensorInfo
+from jaxllm.models.block import Block
+from jaxllm.models.config import LayerConfig, ModelConfig, Rope
+
+Tensors = Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A GGUF architecture: the block of its layers and how its metadata is read."""
+
+    block: type[Block]
+    configure: Callable[[Metadata, Tensors], ModelConfig]
+
+
+def read_rope(
+    meta: Metadata, k_dim: int, pairs: Literal["neighbours", "halves"], tensors: Tensors
+) -> Rope:
+    """The rope of layers without a window. Linear scaling is read; other kinds are refused."""
+    kind = meta.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear", ""):
+        raise ModelError(
+            f"rope.scaling.type {kind!r} of {meta.architecture} is not supported; "
+            "use a file with none or linear scaling"
+        )
+    old_scale = meta.get("rope.scale_linear", 1.0)
+    scale = meta.get("rope.scaling.factor", old_scale) if kind == "linear" else 1.0
+    return Rope(
+        theta=float(meta.get("rope.freq_base", 10000.0)),
+        dim=int(meta.get("rope.dimension_count", k_dim)),
+        pairs=pairs,
+        scale=float(scale) or 1.0,
+        factors="rope_freqs.weight" in tensors,
+    )
+
+
+def read_layer(
+    meta: Metadata,
+    tensors: Tensors,
+    pairs: Literal["neighbours", "halves"],
+    **changes: Any,
+) -> list[LayerConfig]:
+    """The layers as plain decoders have them; `changes` sets a field of every layer.
+
+    Head counts and MLP columns may differ by layer (arrays in the metadata).
+    """
+    if meta.get("expert_count", 0):
+        raise ModelError(
+            f"{meta.architecture} with {meta.get('expert_count')} experts is not supported; "
+            "use a dense model of this architecture"
+        )
+    embed = meta.require("embedding_length", int)
+    count = meta.require("block_count", int)
+    heads = meta.per_layer("attention.head_count", count)
+    kv_heads = meta.per_layer("attention.head_count_kv", count, heads)
+    columns = meta.per_layer("feed_forward_length", count)
+    eps = meta.require("attention.layer_norm_rms_epsilon", float)
+    layers = []
+    for i, (n, k, f) in enumerate(zip(heads, kv_heads, columns, strict=True)):
+        if min(n, k, f) <= 0 or n % k:
+            raise ModelError(
+                f"layer {i} has {n} query heads, {k} KV heads and {f} MLP columns; expected "
+                "positive numbers and query heads a multiple of KV heads"
+            )
+        if embed % n and meta.get("attention.key_length") is None:
+            raise ModelError(
+                f"layer {i}: embedding_length {embed} does not divide by {n} heads and "
+                "attention.key_length is missing"
+            )
+        k_dim = int(meta.get("attention.key_length", embed // n))
+        rope = read_rope(meta, k_dim, pairs, tensors)
+        if k_dim <= 0 or rope.dim > k_dim or rope.dim <= 0 or rope.dim % 2:
+            raise ModelError(
+                f"rope.dimension_count {rope.dim} does not fit attention.key_length {k_dim}"
+            )
+        fields: dict[str, Any] = dict(
+            kv_heads=k,
+            q_per_kv=n // k,
+            k_dim=k_dim,
+            v_dim=int(meta.get("attention.value_length", embed // n)),
+            mlp=f,
+            rope=rope,
+            scale=float(meta.get("attention.scale", 0.0)) or 1.0 / sqrt(k_dim),
+            eps=eps,
+            qkv_bias=f"blk.{i}.attn_q.bias" in tensors,
+        )
+        layers.append(LayerConfig(**(fields | changes)))
+    return layers
+
+
+def read_model(
+    meta: Metadata, tensors: Tensors, layers: list[LayerConfig], **changes: Any
+) -> ModelConfig:
+    """The ends of a model around its layers; `changes` sets further fields."""
+    table = tensors.get("token_embd.weight")
+    if table is None:
+        raise ModelError("token_embd.weight is missing; the file does not hold a whole model")
+    fields: dict[str, Any] = dict(
+        architecture=meta.architecture,
+        embed=meta.require("embedding_length", int),
+        vocab=table.shape[0],
+        layers=tuple(layers),
+        eps=layers[0].eps,
+        tied="output.weight" not in tensors,
+        head_bias="output.bias" in tensors,
+        ctx_train=int(meta.get("context_length", 0)),
+        name=str(meta.values.get("general.name", "")),
+    )
+    return ModelConfig(**(fields | changes))

@@ -1,0 +1,16 @@
+"""llama: Llama 1 to 3, Mistral, SmolLM and others converted under this architecture."""
+
+from __future__ import annotations
+
+from jaxllm.gguf.metadata import Metadata
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.family import Family, Tensors, read_layer, read_model
+
+
+def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """GGUF's llama files hold permuted Q and K rows, so rope turns neighbouring pairs."""
+    return read_model(meta, tensors, read_layer(meta, tensors, pairs="neighbours"))
+
+
+FAMILY = Family(PreNormBlock, configure)

@@ -1,0 +1,26 @@
+"""Progress bars on standard error, only where a person looks at it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxllm.models.weights import Progress as Report
+from sharding import Plan
+
+
+@contextmanager
+def loading(plan: Plan, show: bool) -> Iterator[Report | None]:
+    """A bar over the bytes of all slices; None where nobody would see it."""
+    if not (show and sys.stderr.isatty()):
+        yield None
+        return
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        total = sum(plan.weight_bytes(i) for i in range(len(plan.mesh)))
+        task = bar.add_task("loading", total=total)
+        yield lambda done: bar.advance(task, done)

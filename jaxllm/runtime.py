@@ -1,0 +1,37 @@
+"""Settings of the JAX runtime that the package makes, each only where the user made none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+from platformdirs import user_cache_dir
+
+
+def cache_root() -> Path:
+    """The user's cache folder of the package; the variable JAXLLM_CACHE overrides it."""
+    return Path(os.environ.get("JAXLLM_CACHE") or user_cache_dir("jaxllm"))
+
+
+def keep_compiled_programs() -> None:
+    """Let JAX keep compiled programs on disk, so that a second process starts in seconds.
+
+    A folder that the user chose (JAX_COMPILATION_CACHE_DIR or jax.config) stays; a folder that
+    cannot be written to is left out.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    folder = cache_root() / "programs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def default_dtype(platform: str) -> str:
+    """float32 on CPUs, whose products of narrow types are slow; bfloat16 elsewhere."""
+    return "float32" if platform == "cpu" else "bfloat16"

@@ -1,0 +1,69 @@
+"""Devices, shares, plans and bytes: how a model is cut over unlike devices.
+
+A `Plan` says, for every tensor, KV group and cache page, which device holds it and in which memory.
+It is made from sizes alone: this package never imports a model, and making a plan needs no device
+and no jax.
+
+    shares.py     reading and apportioning shares     llama_cpp.py  llama.cpp's rounding
+    axes.py       named axes and what splits them     mesh.py       the devices
+    shapes.py     sizes of models and tensors         options.py    what may be asked
+    splits.py     the cuts                            rings.py      positions of cache kept
+    plan.py       the plan and its bytes              report.py     the plan as text
+    exchange.py   partials to sums, by copies
+"""
+
+from sharding.axes import AXES, Axis, axis
+from sharding.errors import DoesNotFit, PlanError, ShardingError, ShareError
+from sharding.exchange import exchange
+from sharding.llama_cpp import (
+    attention_granularity,
+    llama_cpp_cut,
+    llama_cpp_heads,
+    mlp_granularity,
+)
+from sharding.mesh import DeviceInfo, Mesh, backend_started, ensure_devices
+from sharding.options import CACHE_BYTES, PlanOptions
+from sharding.plan import Plan, fitting_plan, make_plan
+from sharding.report import format_bytes
+from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
+from sharding.shapes import LayerShape, ModelShape, TensorShape
+from sharding.shares import apportion, apportion_blocks, apportion_dithered, parse_shares
+from sharding.splits import LayerPlan, replications
+
+__all__ = [
+    "AXES",
+    "CACHE_BYTES",
+    "Axis",
+    "DeviceInfo",
+    "DoesNotFit",
+    "LayerPlan",
+    "LayerShape",
+    "Mesh",
+    "ModelShape",
+    "Plan",
+    "PlanError",
+    "PlanOptions",
+    "ShardingError",
+    "ShareError",
+    "TensorShape",
+    "apportion",
+    "apportion_blocks",
+    "apportion_dithered",
+    "attention_granularity",
+    "axis",
+    "backend_started",
+    "ensure_devices",
+    "exchange",
+    "fitting_plan",
+    "format_bytes",
+    "full_pages",
+    "llama_cpp_cut",
+    "llama_cpp_heads",
+    "make_plan",
+    "mlp_granularity",
+    "pages_read",
+    "parse_shares",
+    "position_bytes",
+    "replications",
+    "ring_positions",
+]

@@ -1,0 +1,121 @@
+"""What a user may ask of a plan. Every bad value is an error that names the command-line option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sharding.errors import PlanError
+from sharding.shares import parse_shares
+
+SplitMode = Literal["none", "layer", "tensor"]
+CacheType = Literal["f32", "f16", "bf16"]
+EngineName = Literal["fused", "staged"]
+
+CACHE_BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2}
+
+_CHOICES = {
+    "split_mode": ("--split-mode/-sm", ("none", "layer", "tensor")),
+    "kv": ("--no-kv-offload/-nkvo", ("device", "host")),
+    "cache_type_k": ("--cache-type-k/-ctk", tuple(CACHE_BYTES)),
+    "cache_type_v": ("--cache-type-v/-ctv", tuple(CACHE_BYTES)),
+    "engine": ("--engine", ("auto", "fused", "staged")),
+    "rounding": ("--rounding", ("nearest", "llama.cpp")),
+}
+_COUNTS = {
+    "ctx": "--ctx-size/-c",
+    "slots": "--slots",
+    "page": "--page",
+    "group_pages": "--group-pages",
+    "prefetch": "--prefetch",
+    "ubatch": "--ubatch-size/-ub",
+    "itemsize": "--dtype",
+}
+_SWITCHES = {"dither": "--dither", "kv_replicate": "--kv-replicate"}
+
+TENSOR_SPLIT = "--tensor-split/-ts"
+ATTN_SPLIT = "--attn-split/-as"
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The knobs of a plan.
+
+    Attributes:
+        split_mode: all on the first device, whole layers a device, or every layer over devices.
+        tensor_split: weight shares, one a device.
+        attn_split: shares of attention heads and their cache; unset follows `tensor_split`.
+        kv: where full pages of the cache live.
+        cache_type_k, cache_type_v: element types of the cache.
+        engine: one program ("fused"), one a device and stage ("staged"), or whichever fits.
+        rounding: largest remainder, or llama.cpp's cuts.
+        dither: round attention over layers so that the model-wide mean follows the request.
+        kv_replicate: store KV heads more than once rather than leave devices without attention.
+        ctx: positions a slot.
+        slots: sequences in the batch.
+        page: positions of a page, a power of two.
+        group_pages: pages of one copy from host memory.
+        prefetch: groups in flight.
+        ubatch: positions of a prefill chunk, a power of two.
+        itemsize: bytes of the compute type.
+    """
+
+    split_mode: SplitMode = "layer"
+    tensor_split: tuple[float, ...] | None = None
+    attn_split: tuple[float, ...] | None = None
+    kv: Literal["device", "host"] = "device"
+    cache_type_k: CacheType = "f32"
+    cache_type_v: CacheType = "f32"
+    engine: Literal["auto", "fused", "staged"] = "auto"
+    rounding: Literal["nearest", "llama.cpp"] = "nearest"
+    dither: bool = False
+    kv_replicate: bool = False
+    ctx: int = 2048
+    slots: int = 1
+    page: int = 256
+    group_pages: int = 16
+    prefetch: int = 4
+    ubatch: int = 512
+    itemsize: int = 4
+
+    def __post_init__(self) -> None:
+        for field, (argument, choices) in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in choices:
+                raise PlanError(f"{argument} is {value!r}; it must be one of {', '.join(choices)}.")
+        for field, argument in _COUNTS.items():
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PlanError(
+                    f"{argument} is {value!r}; it must be a whole number of at least 1."
+                )
+        for field, argument in _SWITCHES.items():
+            if not isinstance(getattr(self, field), bool):
+                raise PlanError(f"{argument} is {getattr(self, field)!r}; it is on or off.")
+        for field, argument in (("page", "--page"), ("ubatch", "--ubatch-size/-ub")):
+            value = getattr(self, field)
+            if value & (value - 1):
+                raise PlanError(f"{argument} is {value}; it must be a power of two.")
+        self._check_shares()
+        if self.dither and self.rounding == "llama.cpp":
+            raise PlanError("--dither does not go with --rounding llama.cpp; drop one of them.")
+        if self.engine == "fused" and self.kv == "host":
+            raise PlanError(
+                "--engine fused keeps the cache on the device; drop it to use --no-kv-offload/-nkvo"
+                " (the staged engine streams)."
+            )
+
+    def _check_shares(self) -> None:
+        for field, argument in (("tensor_split", TENSOR_SPLIT), ("attn_split", ATTN_SPLIT)):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            if isinstance(value, str):
+                count = value.count(",") + 1
+            else:
+                count = len(value) if hasattr(value, "__len__") else 0
+            object.__setattr__(self, field, parse_shares(value, count, argument))
+        if self.tensor_split is not None and self.split_mode == "none":
+            raise PlanError(f"{TENSOR_SPLIT} does not go with -sm none; use -sm layer or tensor.")
+        if self.attn_split is not None and self.split_mode != "tensor":
+            raise PlanError(f"{ATTN_SPLIT} does not go with -sm {self.split_mode}; use -sm tensor.")

@@ -1,0 +1,357 @@
+"""The plan: which device holds which part of every tensor, head, page and row, and in which memory.
+
+A plan is immutable and needs neither a model's values nor a device. Everything else asks it: no
+tensor rounds its own share. Byte figures are exact sums over what is stored, not estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sharding.axes import axis
+from sharding.errors import DoesNotFit, PlanError
+from sharding.mesh import Mesh
+from sharding.options import CACHE_BYTES, EngineName, PlanOptions
+from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
+from sharding.shapes import LayerShape, ModelShape, TensorShape
+from sharding.splits import (
+    LayerPlan,
+    Ranges,
+    holders,
+    replications,
+    shares_of,
+    split_layers,
+    split_tensor,
+)
+
+__all__ = [
+    "CACHE_BYTES",
+    "LayerPlan",
+    "LayerShape",
+    "ModelShape",
+    "Plan",
+    "PlanOptions",
+    "TensorShape",
+    "fitting_plan",
+    "make_plan",
+    "replications",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module's docstring. `vocab` has one range of rows a device; `why` tells why this
+    engine; `notes` are sentences a user should read."""
+
+    mesh: Mesh
+    model: ModelShape
+    options: PlanOptions
+    tensors: tuple[TensorShape, ...]
+    layers: tuple[LayerPlan, ...]
+    vocab: Ranges
+    engine: EngineName
+    why: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def used_devices(self) -> tuple[int, ...]:
+        """Indexes of the devices that hold any part of the model."""
+        return _used(self.layers, self.vocab)
+
+    @property
+    def padded(self) -> bool:
+        """Whether every device stores slices as large as the largest (one program over several
+        devices)."""
+        return self.engine == "fused" and len(self.used_devices) > 1
+
+    def with_tensors(self, tensors: Sequence[TensorShape]) -> Plan:
+        """This plan for these tensors.
+
+        Raises:
+            PlanError: for a tensor that names an undeclared axis, or whose size along a split axis
+                is not what the plan splits.
+        """
+        plan = replace(self, tensors=tuple(tensors))
+        for tensor in plan.tensors:
+            plan.slices(tensor, 0)
+        return plan
+
+    def parts(self, axis_name: str, layer: int | None, device: int) -> tuple[int, int] | None:
+        """The range of an axis that a device holds, in units of that axis, or None where the axis
+        is replicated: virtual KV groups, MLP columns, vocabulary rows.
+
+        Raises:
+            PlanError: for an undeclared axis and for a layer or device that does not exist.
+        """
+        ranges = self._ranges(axis_name, layer)
+        return None if ranges is None else ranges[self._device(device)]
+
+    def holds(self, tensor: TensorShape, device: int) -> bool:
+        """Whether a device needs a tensor at all.
+
+        A split tensor is needed where its part is not empty. A replicated tensor is needed by the
+        devices of its layer; outside the layers, by those with rows of the vocabulary, and by all
+        with attention where it is about rotary frequencies.
+        """
+        split = tensor.split_axis
+        if split is not None:
+            part = self.parts(split.name, tensor.layer, device)
+            return part is not None and part[1] > part[0]
+        device = self._device(device)
+        if tensor.layer is not None:
+            return device in self.layers[self._layer(tensor.layer)].devices
+        if "rope" in tensor.axes:
+            return any(device in layer.attn_devices for layer in self.layers)
+        return device in holders(self.vocab)
+
+    def slices(self, tensor: TensorShape, device: int) -> tuple[slice, ...]:
+        """A device's part of a tensor, as slices of its dimensions.
+
+        Raises:
+            PlanError: for an undeclared axis, or a size along a split axis that is not the plan's.
+        """
+        split = tensor.split_axis
+        found = []
+        for name, size in zip(tensor.axes, tensor.shape, strict=True):
+            if split is None or name != split.name:
+                found.append(slice(0, size))
+                continue
+            units = self._units(name, tensor.layer)
+            if size != units:
+                raise PlanError(
+                    f"tensor {tensor.name} has {size} along {name} where the plan splits {units};"
+                    " give its shape as the plan counts it."
+                )
+            start, stop = self.parts(name, tensor.layer, device) or (0, size)
+            found.append(slice(start, stop))
+        return tuple(found)
+
+    def weight_bytes(self, device: int) -> int:
+        """Bytes of the tensors given to the plan that a device stores."""
+        return sum(self._stored(tensor, self._device(device)) for tensor in self.tensors)
+
+    def page_bytes(self, layer: int, device: int) -> int:
+        """Bytes of one page, K and V, of a device's own groups of a layer."""
+        start, stop = self.layers[self._layer(layer)].groups[self._device(device)]
+        return (stop - start) * self.options.page * self._position_bytes(layer)
+
+    def cache_bytes(self, device: int) -> dict[str, int]:
+        """Bytes of a device's cache when all slots are full: {"device": n, "host": n}."""
+        device, options = self._device(device), self.options
+        place = {"device": 0, "host": 0}
+        for index, (shape, layer) in enumerate(zip(self.model.layers, self.layers, strict=True)):
+            if not shape.owns_cache:
+                continue
+            position = self._count(layer.groups, device) * self._position_bytes(index)
+            ring = ring_positions(self.engine, options, shape.window)
+            place["device"] += options.slots * ring * position
+            if self.engine == "staged":
+                pages = full_pages(options, shape.window)
+                place[options.kv] += options.slots * pages * options.page * position
+        return place
+
+    def staging_bytes(self, device: int) -> int:
+        """Bytes on the device that groups of pages in flight take, at most."""
+        if self.options.kv != "host":
+            return 0
+        largest = max(self.page_bytes(i, device) for i in range(len(self.layers)))
+        return self.options.prefetch * self.options.group_pages * largest
+
+    def link_bytes(self, device: int, position: int) -> int:
+        """Bytes sent to a device in one decode step of one sequence with `position` earlier
+        positions, whose full pages are in host memory. A layer that reads another's cache
+        streams it again."""
+        if self.options.kv != "host":
+            return 0
+        return sum(
+            self.page_bytes(i, device) * pages_read(self.options, position, shape.window)
+            for i, shape in enumerate(self.model.layers)
+        )
+
+    def needed_bytes(self, device: int) -> int:
+        """Bytes that weights, cache and staging take on a device."""
+        cache = self.cache_bytes(device)["device"]
+        return self.weight_bytes(device) + cache + self.staging_bytes(device)
+
+    def check_fit(self) -> Plan:
+        """Return this plan; raise `DoesNotFit` when a device that tells its free bytes has less
+        than the plan needs."""
+        for index, info in enumerate(self.mesh.devices):
+            needed = self.needed_bytes(index)
+            if info.free is not None and needed > info.free:
+                raise DoesNotFit(info.label, needed, info.free)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan and its byte figures as what JSON can hold."""
+        from sharding.report import to_dict
+
+        return to_dict(self)
+
+    def __str__(self) -> str:
+        from sharding.report import to_text
+
+        return to_text(self)
+
+    def _repr_html_(self) -> str:
+        from sharding.report import to_html
+
+        return to_html(self)
+
+    def _device(self, device: int) -> int:
+        if not 0 <= device < len(self.mesh):
+            raise PlanError(f"device {device} is not one of the mesh's {len(self.mesh)}.")
+        return device
+
+    def _layer(self, layer: int | None) -> int:
+        if layer is None or not 0 <= layer < len(self.layers):
+            raise PlanError(f"layer {layer} is not one of the model's {len(self.layers)}.")
+        return layer
+
+    def _ranges(self, axis_name: str, layer: int | None) -> Ranges | None:
+        if not axis(axis_name).split:
+            return None
+        if axis_name == "vocab":
+            return self.vocab
+        own = self.layers[self._layer(layer)]
+        return {"kv_group": own.groups, "mlp": own.mlp}[axis_name]
+
+    def _units(self, axis_name: str, layer: int | None) -> int:
+        if axis_name == "vocab":
+            return self.model.vocab
+        index = self._layer(layer)
+        if axis_name == "mlp":
+            return self.model.layers[index].mlp
+        return self.model.layers[index].kv_heads * self.layers[index].replication
+
+    def _position_bytes(self, layer: int) -> int:
+        return position_bytes(self.model.layers[layer], self.options)
+
+    def _count(self, ranges: Ranges, device: int) -> int:
+        """Units that a device stores, padding of the fused engine included."""
+        counts = [stop - start for start, stop in ranges]
+        return max(counts) if self.padded else counts[device]
+
+    def _stored(self, tensor: TensorShape, device: int) -> int:
+        if not self.padded and not self.holds(tensor, device):
+            return 0
+        split = tensor.split_axis
+        size = tensor.itemsize
+        for name, n in zip(tensor.axes, tensor.shape, strict=True):
+            ranges = self._ranges(name, tensor.layer) if split and name == split.name else None
+            size *= n if ranges is None else self._count(ranges, device)
+        return size
+
+
+def make_plan(
+    model: ModelShape,
+    mesh: Mesh,
+    options: PlanOptions,
+    tensors: Sequence[TensorShape] = (),
+) -> Plan:
+    """Decide where everything goes. Allocates nothing and does not check that it fits.
+
+    Args:
+        model: sizes of the model.
+        mesh: the devices.
+        options: what was asked.
+        tensors: every tensor of the model, in shapes as planned (see `replications`).
+
+    Raises:
+        ShareError: for another number of shares than devices.
+        PlanError: for options that do not go together, or a tensor nobody declared a split for.
+    """
+    if options.split_mode == "tensor":
+        layers, vocab = split_tensor(model, mesh, options)
+        notes = _attention_notes(model, mesh, options, layers)
+    else:
+        layers, vocab, notes = split_layers(model, mesh, options)
+    engine, why = _choose_engine(mesh, options, layers, vocab)
+    if engine == "fused" and len(_used(layers, vocab)) > 1 and not _equal(layers, vocab):
+        notes += ("slices are zero-padded to the largest share: every device stores as much.",)
+    plan = Plan(mesh, model, options, (), layers, vocab, engine, why, notes)
+    return plan.with_tensors(tensors)
+
+
+def fitting_plan(
+    model: ModelShape,
+    mesh: Mesh,
+    options: PlanOptions,
+    tensors: Sequence[TensorShape] = (),
+) -> Plan:
+    """`make_plan`, and raise `DoesNotFit` where a device has too little free memory."""
+    return make_plan(model, mesh, options, tensors).check_fit()
+
+
+def _used(layers: Sequence[LayerPlan], vocab: Ranges) -> tuple[int, ...]:
+    used = set(holders(vocab)).union(*(layer.devices for layer in layers))
+    return tuple(sorted(used))
+
+
+def _equal(layers: Sequence[LayerPlan], vocab: Ranges) -> bool:
+    cuts = [vocab, *(r for layer in layers for r in (layer.groups, layer.mlp))]
+    return all(len({stop - start for start, stop in ranges}) == 1 for ranges in cuts)
+
+
+def _choose_engine(
+    mesh: Mesh, options: PlanOptions, layers: Sequence[LayerPlan], vocab: Ranges
+) -> tuple[EngineName, str]:
+    if options.engine == "staged":
+        return "staged", "--engine staged was asked for."
+    asked = options.engine == "fused"
+    if options.kv == "host":
+        return "staged", "the cache is in host memory and is streamed."
+    if len(_used(layers, vocab)) == 1:
+        return "fused", "--engine fused was asked for." if asked else "one device does all."
+    if options.split_mode != "tensor":
+        if asked:
+            raise PlanError(
+                "--engine fused does not go with -sm layer on several devices; use -sm tensor or"
+                " --engine staged."
+            )
+        return "staged", "layers are on different devices."
+    if not mesh.alike:
+        if asked:
+            raise PlanError(
+                "--engine fused needs devices of one kind and the mesh has several; use --engine"
+                " staged."
+            )
+        return "staged", "devices are of different kinds."
+    if asked:
+        return "fused", "--engine fused was asked for."
+    if _equal(layers, vocab):
+        return "fused", "alike devices have equal parts of everything."
+    return "staged", "devices have unequal parts."
+
+
+def _attention_notes(
+    model: ModelShape, mesh: Mesh, options: PlanOptions, layers: Sequence[LayerPlan]
+) -> tuple[str, ...]:
+    notes = []
+    attn = shares_of(mesh, options)[1]
+    way_out = "" if options.kv_replicate else " (--kv-replicate stores KV heads more than once)"
+    with_attention = [i for i, shape in enumerate(model.layers) if shape.kv_heads]
+    for device, info in enumerate(mesh.devices):
+        idle = [i for i in with_attention if device not in layers[i].attn_devices]
+        if attn[device] > 0 and idle:
+            most = max(model.layers[i].kv_heads * layers[i].replication for i in idle)
+            notes.append(
+                f"device {info.label} has no attention work in {len(idle)} of"
+                f" {len(with_attention)} layers: its share of at most {most} KV groups rounds to"
+                f" none{way_out}."
+            )
+    weights = cache = 0
+    for shape, layer in zip(model.layers, layers, strict=True):
+        extra = shape.kv_heads * (layer.replication - 1)
+        weights += extra * (shape.k_dim + shape.v_dim) * model.embed * options.itemsize
+        if shape.owns_cache:
+            cache += extra * position_bytes(shape, options) * options.ctx * options.slots
+    if weights:
+        times = max(layer.replication for layer in layers)
+        notes.append(
+            f"KV heads are stored up to {times} times: {weights} bytes of K and V weights and"
+            f" {cache} bytes of cache are extra copies."
+        )
+    return tuple(notes)

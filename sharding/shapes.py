@@ -1,0 +1,121 @@
+"""What a plan is made from: the sizes of a model and of its tensors. No values, no devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sharding.axes import Axis, axis
+from sharding.errors import PlanError
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one layer before any split.
+
+    `mlp_block` is the block size of the down projection's type and `o_block` that of the attention
+    output's; `gated_q` says that the query projection carries a gate (both only matter to
+    llama.cpp's rounding). `window` is the number of positions a query sees, None for all. A layer
+    that does not own its cache reads that of the last earlier layer of its kind that does.
+    `kv_heads` is 0 for a layer without attention, `mlp` is 0 for one without an MLP.
+    """
+
+    kv_heads: int
+    q_per_kv: int
+    k_dim: int
+    v_dim: int
+    mlp: int
+    mlp_block: int = 32
+    window: int | None = None
+    owns_cache: bool = True
+    gated_q: bool = False
+    o_block: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "mlp"):
+            _at_least(self, name, 0)
+        for name in ("q_per_kv", "k_dim", "v_dim", "mlp_block", "o_block"):
+            _at_least(self, name, 1)
+        if self.window is not None:
+            _at_least(self, "window", 1)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a whole model: its layers, vocabulary rows and width."""
+
+    layers: tuple[LayerShape, ...]
+    vocab: int
+    embed: int
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise PlanError("a model has no layers; give it at least one.")
+        _at_least(self, "vocab", 1)
+        _at_least(self, "embed", 1)
+        for index in range(len(self.layers)):
+            self.cache_owner(index)
+
+    def cache_owner(self, layer: int) -> int:
+        """The layer whose cache `layer` reads: itself, or the last earlier owner of its kind."""
+        own = self.layers[layer]
+        if own.owns_cache:
+            return layer
+        kind = (own.kv_heads, own.k_dim, own.v_dim, own.window)
+        for index in range(layer - 1, -1, -1):
+            other = self.layers[index]
+            if other.owns_cache and (
+                (other.kv_heads, other.k_dim, other.v_dim, other.window) == kind
+            ):
+                return index
+        raise PlanError(
+            f"layer {layer} owns no cache and no earlier layer of its shape does; set owns_cache."
+        )
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """One tensor of the whole model: `axes` names one axis a dimension of `shape`.
+
+    `layer` is None for a tensor outside the layers; `itemsize` is in bytes. With replicated KV
+    heads, `shape` counts the virtual groups (`LayerPlan.replication` times the KV heads).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    layer: int | None
+    itemsize: int
+
+    @property
+    def split_axis(self) -> Axis | None:
+        """The axis that is cut over devices, or None. Raises `PlanError` for an unknown axis, for
+        another number of axes than dimensions and for more than one split axis."""
+        try:
+            named = [axis(name) for name in self.axes]
+        except PlanError as error:
+            raise PlanError(f"tensor {self.name}: {error}") from None
+        if len(named) != len(self.shape):
+            raise PlanError(
+                f"tensor {self.name} has shape {self.shape} and axes {self.axes}; name exactly one"
+                " axis a dimension."
+            )
+        split = [a for a in named if a.split]
+        if len(split) > 1:
+            raise PlanError(
+                f"tensor {self.name} is split along {' and '.join(a.name for a in split)}; declare"
+                " one of them replicated."
+            )
+        if split and split[0].name != "vocab" and self.layer is None:
+            raise PlanError(
+                f"tensor {self.name} is split along {split[0].name} and belongs to no layer; say"
+                " which layer's split it follows."
+            )
+        return split[0] if split else None
+
+
+def _at_least(owner: object, name: str, least: int) -> None:
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}.")

@@ -1,0 +1,155 @@
+"""Byte figures against values worked out by hand, and the report that shows them."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from sharding_models import model, tensors
+
+from sharding import (
+    DeviceInfo,
+    DoesNotFit,
+    LayerShape,
+    Mesh,
+    ModelShape,
+    PlanOptions,
+    fitting_plan,
+    full_pages,
+    make_plan,
+    pages_read,
+    ring_positions,
+)
+
+SMALL = PlanOptions(split_mode="tensor", ctx=1000, page=64, ubatch=128, slots=2)
+
+
+def test_rings():
+    assert ring_positions("fused", SMALL) == 1024
+    assert ring_positions("fused", SMALL, window=16) == 256  # 16 + 128 to whole 128
+    assert ring_positions("fused", SMALL, window=4096) == 1024
+    assert ring_positions("staged", SMALL) == 256  # 64 + 128 to whole 128
+    assert ring_positions("staged", SMALL, window=16) == 256
+    assert ring_positions("staged", replace(SMALL, page=256)) == 512
+    assert full_pages(SMALL) == 15
+    assert full_pages(SMALL, window=16) == 2
+    assert full_pages(SMALL, window=65) == 3
+    assert full_pages(SMALL, window=4096) == 15
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 16, 40])
+def test_pages_read_are_the_full_pages_with_a_position_that_is_seen(page, window):
+    options = replace(SMALL, page=page)
+    for position in range(64):
+        seen = {
+            k // page
+            for k in range(position // page * page)
+            if window is None or position - k < window
+        }
+        assert pages_read(options, position, window) == len(seen)
+        assert len(seen) <= full_pages(options, window)
+
+
+def test_weights():
+    shape = model(2, 4, 2, 64, mlp=384, vocab=130)
+    plan = make_plan(shape, Mesh.virtual(2), replace(SMALL, tensor_split=(3, 1)), tensors(shape))
+    # A group: (2 + 1 + 1) * 64 rows of qkv and 2 * 64 columns of out; three MLP matrices.
+    group, column, norm = (256 + 128) * 256 * 4, 3 * 256 * 4, 256 * 4
+    rows = (98, 32)
+    for d, (groups, columns) in enumerate([(3, 288), (1, 96)]):
+        want = 2 * (groups * group + columns * column + norm) + rows[d] * 256 * 4 + norm
+        assert plan.weight_bytes(d) == want
+    whole = sum(t.itemsize * math.prod(t.shape) for t in plan.tensors)
+    assert plan.weight_bytes(0) + plan.weight_bytes(1) == whole + 3 * norm
+
+
+def test_widths_come_from_head_dims():
+    shape = ModelShape((LayerShape(4, 1, 32, 16, 64),), 128, 64)
+    plan = make_plan(shape, Mesh.virtual(1), replace(SMALL, cache_type_v="f16"))
+    assert plan.page_bytes(0, 0) == 4 * 64 * (32 * 4 + 16 * 2)
+
+
+def test_cache_of_the_fused_engine():
+    shape = ModelShape(
+        (LayerShape(4, 2, 64, 64, 384), LayerShape(2, 4, 64, 64, 384, window=16)), 128, 256
+    )
+    plan = make_plan(shape, Mesh.virtual(2), SMALL)
+    assert plan.engine == "fused"
+    for d in range(2):
+        want = 2 * (2 * 1024 + 1 * 256) * 128 * 4
+        assert plan.cache_bytes(d) == {"device": want, "host": 0}
+        assert plan.staging_bytes(d) == plan.link_bytes(d, 999) == 0
+
+
+def test_the_fused_engine_stores_the_largest_share_everywhere():
+    shape = model(1, 4)
+    options = replace(SMALL, tensor_split=(3, 1, 0), engine="fused")
+    plan = make_plan(shape, Mesh.virtual(3), options, tensors(shape))
+    alone = make_plan(shape, Mesh.virtual(3), replace(options, engine="staged"), tensors(shape))
+    assert plan.padded
+    assert {plan.weight_bytes(d) for d in range(3)} == {alone.weight_bytes(0)}
+    assert {plan.cache_bytes(d)["device"] for d in range(3)} == {2 * 3 * 1024 * 128 * 4}
+
+
+@pytest.mark.parametrize("kv", ["host", "device"])
+def test_cache_of_the_staged_engine(kv):
+    whole = LayerShape(4, 2, 64, 32, 384)
+    window = LayerShape(2, 4, 64, 64, 384, window=65)
+    reader = replace(whole, owns_cache=False)
+    shape = ModelShape((whole, window, reader), 128, 256)
+    options = replace(SMALL, kv=kv, engine="staged", tensor_split=(3, 1), cache_type_k="f16")
+    plan = make_plan(shape, Mesh.virtual(2), options)
+    for d, (a, b) in enumerate([(3, 2), (1, 0)]):
+        whole_position, window_position = a * (64 * 2 + 32 * 4), b * (64 * 2 + 64 * 4)
+        tail = 2 * 256 * (whole_position + window_position)
+        pages = 2 * 64 * (15 * whole_position + 3 * window_position)
+        if kv == "host":
+            assert plan.cache_bytes(d) == {"device": tail, "host": pages}
+            largest = 64 * max(whole_position, window_position)
+            assert plan.page_bytes(0, d) == 64 * whole_position
+            assert plan.staging_bytes(d) == 4 * 16 * largest
+            # At position 330: 5 full pages; the window 266..330 touches page 4 of them.
+            assert plan.link_bytes(d, 330) == 64 * (2 * 5 * whole_position + window_position)
+            assert plan.link_bytes(d, 63) == 0
+        else:
+            assert plan.cache_bytes(d) == {"device": tail + pages, "host": 0}
+            assert plan.staging_bytes(d) == plan.link_bytes(d, 330) == 0
+
+
+def test_a_plan_that_does_not_fit():
+    shape = model(2)
+    need = make_plan(shape, Mesh.virtual(2), SMALL, tensors(shape)).needed_bytes(1)
+    roomy, tight = DeviceInfo("gpu:0", free=need), DeviceInfo("gpu:1", free=need - 1)
+    with pytest.raises(DoesNotFit) as error:
+        fitting_plan(shape, Mesh((roomy, tight)), SMALL, tensors(shape))
+    assert (error.value.device, error.value.needed, error.value.free) == ("gpu:1", need, need - 1)
+    smaller = replace(SMALL, ctx=128)
+    assert fitting_plan(shape, Mesh((roomy, tight)), smaller, tensors(shape)).engine == "fused"
+    assert fitting_plan(shape, Mesh.virtual(2), SMALL, tensors(shape))
+
+
+def test_the_report():
+    shape = replace(model(3, 4, mlp=704, vocab=130), name="toy <1>")
+    options = replace(SMALL, kv="host", tensor_split=(0.55, 0.4, 0.05), dither=True)
+    mesh = Mesh((DeviceInfo("a" * 40), DeviceInfo("b" * 40), DeviceInfo("c")))
+    plan = make_plan(shape, mesh, options, tensors(shape))
+    text, page = str(plan), plan._repr_html_()
+    for shown in ("a" * 40, "b" * 40, "engine: staged, the cache is in host memory", *plan.notes):
+        assert shown in text
+    for start, stop in plan.vocab:
+        assert f" {stop - start} " in text
+    for start, stop in plan.layers[0].mlp:
+        assert f" {stop - start} " in text
+    assert f"{plan.weight_bytes(0) / 2**20:.1f} MiB" in text
+    assert f"{plan.cache_bytes(0)['host'] / 2**20:.1f} MiB" in text
+    assert "(mean 2.33)" in text
+    assert "toy &lt;1&gt;" in page
+    assert page.count("<tr>") == 4
+
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert data["engine"] == "staged"
+    assert [d["weight_bytes"] for d in data["devices"]] == [plan.weight_bytes(d) for d in range(3)]
+    assert data["devices"][1]["cache_bytes"] == plan.cache_bytes(1)
+    assert data["layers"][0]["groups"] == [list(r) for r in plan.layers[0].groups]
+    assert "-" in str(make_plan(shape, mesh, options))
