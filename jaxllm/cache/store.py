@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,10 @@ def _concat(pages: tuple[Array, ...]) -> Array:
 @jax.jit
 def _take(pages: Array, index: Array) -> Array:
     return pages[index]
+
+
+def _is_ready(result: Any) -> bool:
+    return result.is_ready()
 
 
 def _join(pages: list[Array | np.ndarray], place: Place) -> Array | np.ndarray:
@@ -229,7 +233,7 @@ class PageStore:
         return [g for g in self._groups[layer] if touches(g)]
 
     def _top_up(self) -> None:
-        while self._busy and self._busy[0].is_ready()  # pyright: ignore[reportAttributeAccessIssue]:
+        while self._busy and _is_ready(self._busy[0]):
             self._busy.popleft()
         limit = len(self._queue) * (2 if self._again else 1)
         while self._issued < limit and len(self._ahead) + len(self._busy) < self.prefetch:

