@@ -8,7 +8,11 @@ print(llm.plan)
 print(llm.generate("The capital of France is", SamplingParams(max_tokens=32)).text)
 """
 
-from jaxllm.engine.sampling import Logprob, SamplingParams
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from jaxllm.errors import (
     GGUFError,
     HubError,
@@ -18,8 +22,11 @@ from jaxllm.errors import (
     PromptError,
     TokenizerError,
 )
-from jaxllm.llm import LLM, Completion, Piece
-from jaxllm.models.config import LayerConfig, ModelConfig, Rope
+
+if TYPE_CHECKING:
+    from jaxllm.engine.sampling import Logprob, SamplingParams
+    from jaxllm.llm import LLM, Completion, Piece
+    from jaxllm.models.config import LayerConfig, ModelConfig, Rope
 
 __version__ = "0.1.0"
 
@@ -40,3 +47,25 @@ __all__ = [
     "SamplingParams",
     "TokenizerError",
 ]
+
+# What needs jax is imported when it is first asked for: the command line starts without it.
+_LAZY = {
+    "LLM": "jaxllm.llm",
+    "Completion": "jaxllm.llm",
+    "LayerConfig": "jaxllm.models.config",
+    "Logprob": "jaxllm.engine.sampling",
+    "ModelConfig": "jaxllm.models.config",
+    "Piece": "jaxllm.llm",
+    "Rope": "jaxllm.models.config",
+    "SamplingParams": "jaxllm.engine.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -56,11 +56,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of streamed text and the tokens that it completes; the last has a finish reason."""
+    """A piece of streamed text and the tokens that it completes; the last one has a finish reason
+    and the whole completion."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    completion: Completion | None = None
 
 
 class StepFn(NamedTuple):
@@ -236,22 +238,26 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Text as it comes, never part of a character nor of a stop text; the last piece has the
-        finish reason. Closing the iterator ends the request."""
+        finish reason and the whole `Completion`. Closing the iterator ends the request."""
         params = params or SamplingParams()
         request = self._request(0, prompt, params)
         return self._pieces(request, StopFilter(self._decoder(), params.stop))
 
     def _pieces(self, request: Request, filtered: StopFilter) -> Iterator[Piece]:
         held: list[int] = []
+        whole = ""
+        sent = self.engine.link_bytes()
         for _, token in self._run([request]):
             if token is None:
-                reason = "stop" if filtered.stopped else request.finish_reason
-                yield Piece(filtered.flush(), tuple(held), reason)
+                text = filtered.flush()
+                done = self._completion(request, whole + text, filtered, sent)
+                yield Piece(text, tuple(held), done.finish_reason, done)
                 return
             held.append(token)
             text = filtered.push(token)
+            whole += text
             request.cancelled = filtered.stopped
-            if text and not filtered.stopped:
+            if text:
                 yield Piece(text, tuple(held))
                 held = []
 
@@ -302,7 +308,7 @@ class LLM:
             )
         where = next(iter(engine.leaves.vocab.devices()))
         return StepFn(
-            pure_step(engine.model, self.plan.options.page),
+            pure_step(engine.model),
             engine.leaves,
             empty_rings(self.plan, engine.model, where),
         )
@@ -315,6 +321,8 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise PromptError("the model has no tokenizer; give the prompt as token ids")
+            if not prompt:
+                raise PromptError("the prompt is empty; give some text")
             prompt = self.tokenizer.encode(prompt)
         if params.stop and self.tokenizer is None:
             raise OptionError("stop texts need a tokenizer, and the model has none")

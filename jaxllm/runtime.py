@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import jax
 from platformdirs import user_cache_dir
 
 
@@ -20,12 +19,16 @@ def keep_compiled_programs() -> None:
     A folder that the user chose (JAX_COMPILATION_CACHE_DIR or jax.config) stays; a folder that
     cannot be written to is left out.
     """
+    import jax
+
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     folder = cache_root() / "programs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
+        return
+    if not os.access(folder, os.W_OK):
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

@@ -21,6 +21,8 @@ from sharding.errors import ShardingError
 _CPU_HINT = (
     "set JAX_NUM_CPU_DEVICES (or jax.config's jax_num_cpu_devices) before JAX's backend starts"
 )
+_THREADS = 16
+_MOST_VIRTUAL = 64
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,12 @@ def ensure_devices(n: int) -> None:
     """Make JAX start with `n` virtual CPU devices, when the CPU is what it will run on.
 
     Does nothing for one device or when an accelerator is the default platform. Before the backend
-    starts it asks for `n` CPU devices and, when NPROC is unset, for a thread pool of 16: with fewer
-    threads than devices, collectives in flight can dead-lock.
+    starts it asks for `n` CPU devices and, when NPROC is unset, for a thread pool of at least 16:
+    with fewer threads than devices, collectives in flight can dead-lock.
 
     Raises:
-        ShardingError: when the backend has started with fewer CPU devices, or XLA_FLAGS ask for
-            fewer.
+        ShardingError: for more than 64 virtual devices, and when the backend has started with fewer
+            CPU devices, or XLA_FLAGS ask for fewer.
     """
     if _count(n) == 1:
         return
@@ -168,6 +170,11 @@ def ensure_devices(n: int) -> None:
             return
     elif _accelerator_expected():
         return
+    if n > _MOST_VIRTUAL:
+        raise ShardingError(
+            f"{n} devices were asked for and there is no accelerator here; of a CPU at most"
+            f" {_MOST_VIRTUAL} virtual devices are made."
+        )
     flag = re.search(
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
@@ -180,4 +187,4 @@ def ensure_devices(n: int) -> None:
             )
     elif jax.config.jax_num_cpu_devices < n:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_num_cpu_devices", n)
-    os.environ.setdefault("NPROC", "16")
+    os.environ.setdefault("NPROC", str(max(_THREADS, n)))

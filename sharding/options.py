@@ -24,7 +24,7 @@ _CHOICES = {
 }
 _COUNTS = {
     "ctx": "--ctx-size/-c",
-    "slots": "--slots",
+    "slots": "--parallel/-np",
     "page": "--page",
     "group_pages": "--group-pages",
     "prefetch": "--prefetch",
@@ -54,8 +54,8 @@ class PlanOptions:
         ctx: positions a slot.
         slots: sequences in the batch.
         page: positions of a page, a power of two.
-        group_pages: pages of one copy from host memory.
-        prefetch: groups in flight.
+        group_pages: pages of the largest copy from host memory, a power of two.
+        prefetch: groups in flight or in use at a time; 0 or 1 copies one only when it is needed.
         ubatch: positions of a prefill chunk, a power of two.
         itemsize: bytes of the compute type.
     """
@@ -85,17 +85,18 @@ class PlanOptions:
                 raise PlanError(f"{argument} is {value!r}; it must be one of {', '.join(choices)}.")
         for field, argument in _COUNTS.items():
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            least = 0 if field == "prefetch" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(
-                    f"{argument} is {value!r}; it must be a whole number of at least 1."
+                    f"{argument} is {value!r}; it must be a whole number of at least {least}."
                 )
         for field, argument in _SWITCHES.items():
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(f"{argument} is {getattr(self, field)!r}; it is on or off.")
-        for field, argument in (("page", "--page"), ("ubatch", "--ubatch-size/-ub")):
+        for field in ("page", "group_pages", "ubatch"):
             value = getattr(self, field)
             if value & (value - 1):
-                raise PlanError(f"{argument} is {value}; it must be a power of two.")
+                raise PlanError(f"{_COUNTS[field]} is {value}; it must be a power of two.")
         self._check_shares()
         if self.dither and self.rounding == "llama.cpp":
             raise PlanError("--dither does not go with --rounding llama.cpp; drop one of them.")

@@ -157,7 +157,7 @@ class Plan:
         if self.options.kv != "host":
             return 0
         largest = max(self.page_bytes(i, device) for i in range(len(self.layers)))
-        return self.options.prefetch * self.options.group_pages * largest
+        return max(1, self.options.prefetch) * self.options.group_pages * largest
 
     def link_bytes(self, device: int, position: int) -> int:
         """Bytes sent to a device in one decode step of one sequence with `position` earlier

@@ -57,6 +57,6 @@ def merge_top(parts: Sequence[Top], top: int) -> Top:
     values = merge_logits([p.values for p in parts])
     ids = merge_logits([p.ids for p in parts])
     order = np.lexsort((ids, -values), axis=1)[:, :top]
-    lse = np.logaddexp.reduce([np.ravel(p.lse) for p in parts], axis=0)
+    lse = None if top == 1 else np.logaddexp.reduce([np.ravel(p.lse) for p in parts], axis=0)
     take = np.take_along_axis
     return Top(take(values, order, axis=1), take(ids, order, axis=1), lse)

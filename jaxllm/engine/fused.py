@@ -39,7 +39,6 @@ def forward(
     leaves: Leaves,
     rings: tuple[Ring, ...],
     packed: Array,
-    page: int,
     total: Callable[[Array], Array],
 ) -> tuple[Array, tuple[Ring, ...]]:
     """One step over all layers: the hidden states [N, T, D] before the head, and the new rings."""
@@ -52,7 +51,7 @@ def forward(
     ):
         block = definition.bind(values)
         q, carry, ring = begin_attention(block, cfg, x, ring, step)
-        carry = attend_ring(cfg, carry, q, ring, step.row, step.positions, page)
+        carry = attend_ring(cfg, carry, q, ring, step.row, step.positions)
         x = block.join_attention(x, total(block.after_attention(finish(carry, x.dtype))))
         x = block.join_mlp(x, total(block.mlp(x)))
         new.append(ring)
@@ -78,20 +77,19 @@ def _total(mesh: JaxMesh | None) -> Callable[[Array], Array]:
     return (lambda x: x) if mesh is None else partial(jax.lax.psum, axis_name=AXIS)
 
 
-@partial(jax.jit, static_argnames=("model", "page", "mesh"), donate_argnames=("rings",))
+@partial(jax.jit, static_argnames=("model", "mesh"), donate_argnames=("rings",))
 def _forward(
     leaves: Leaves,
     rings: tuple[Ring, ...],
     packed: Array,
     *,
     model: LocalModel,
-    page: int,
     mesh: JaxMesh | None,
 ) -> tuple[Array, tuple[Ring, ...]]:
     def local(
         leaves: Leaves, rings: tuple[Ring, ...], packed: Array
     ) -> tuple[Array, tuple[Ring, ...]]:
-        return forward(model, leaves, rings, packed, page, _total(mesh))
+        return forward(model, leaves, rings, packed, _total(mesh))
 
     return _per_device(mesh, local, 2, 1)(leaves, rings, packed)
 
@@ -113,7 +111,7 @@ def _head(
     return _per_device(mesh, local, 3, 1)(leaves, vocab, x, at)
 
 
-def pure_step(model: LocalModel, page: int) -> Callable[..., tuple[Array, tuple[Ring, ...]]]:
+def pure_step(model: LocalModel) -> Callable[..., tuple[Array, tuple[Ring, ...]]]:
     """fn(leaves, rings, tokens [B, T], starts [B]) -> (logits [B, T, V], rings), for one device."""
 
     def step(
@@ -121,7 +119,7 @@ def pure_step(model: LocalModel, page: int) -> Callable[..., tuple[Array, tuple[
     ) -> tuple[Array, tuple[Ring, ...]]:
         zeros = jnp.zeros((len(tokens), 1), jnp.int32)
         packed = jnp.concatenate([tokens, zeros, starts[:, None], zeros], axis=1, dtype=jnp.int32)
-        x, rings = forward(model, leaves, rings, packed, page, lambda x: x)
+        x, rings = forward(model, leaves, rings, packed, lambda x: x)
         return model.ends.bind(leaves.ends).logits(x), rings
 
     return step
@@ -142,7 +140,6 @@ class FusedEngine(Engine):
             self.rings,
             packed,
             model=self.model,
-            page=self.plan.options.page,
             mesh=self.mesh,
         )
         return x

@@ -125,8 +125,8 @@ def _start(
     began = time.perf_counter()
     *_, (hidden, used, _) = prefill(engine, row, request.prompt, ubatch)
     logits = engine.logits(hidden, np.asarray([[used - 1]]), request.params.top)
-    yield from _take(engine, row, rows, logits, 0, ctx)
     request.prompt_seconds = time.perf_counter() - began
+    yield from _take(engine, row, rows, logits, 0, ctx)
 
 
 def _advance(

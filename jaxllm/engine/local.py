@@ -67,7 +67,8 @@ def begin_attention(
 class Top(NamedTuple):
     """The largest logits at each place, their ids, and the log-sum-exp of all of them.
 
-    values and ids [N, J, k], lse [N, J] on the devices; [N, k] and [N] once J = 1 is taken away.
+    values and ids [N, J, k], lse [N, J] on the devices; [N J, k] and [N J] once they are merged.
+    Where only the largest is asked for, no probability is, and lse is None.
     """
 
     values: Any
@@ -85,10 +86,11 @@ def head_logits(ends: Ends, x: Array, at: Array, vocab: Array, top: int) -> Arra
     if top == 0:
         return logits
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab[1], logits, -jnp.inf)
-    lse = jax.nn.logsumexp(logits, axis=-1)
     if top == 1:
         ids = jnp.argmax(logits, axis=-1)[..., None]
         values = jnp.take_along_axis(logits, ids, axis=-1)
+        lse = None
     else:
         values, ids = jax.lax.top_k(logits, min(top, logits.shape[-1]))
+        lse = jax.nn.logsumexp(logits, axis=-1)
     return Top(values, ids.astype(jnp.int32) + vocab[0], lse)

@@ -77,7 +77,8 @@ class SamplingParams:
     def top(self) -> int:
         """The smallest of `TOPS` that holds all that this request can look at, 0 if none does."""
         need = 1 if self.temperature == 0 else self.top_k
-        need = max(need, self.logprobs or 0)
+        if self.logprobs is not None:
+            need = max(need, self.logprobs, 2)
         if self.penalised or need == 0:
             return 0
         return next((top for top in TOPS if top >= need), 0)
@@ -110,7 +111,7 @@ class Sampler:
         """The next token of row `row` of a step's logits."""
         if isinstance(logits, Top):
             values, ids = logits.values[row].astype(np.float64), logits.ids[row]
-            lse = float(logits.lse[row])
+            lse = 0.0 if logits.lse is None else float(logits.lse[row])
         else:
             whole = logits[row].astype(np.float64)
             lse = float(np.logaddexp.reduce(whole)) if self.params.logprobs is not None else 0.0

@@ -177,6 +177,13 @@ class StagedEngine(Engine):
             for i, d in enumerate(devices)
         ]
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
+        self.trimmed: dict[tuple[int, int], int] = {}  # first page kept, by row and window
+        self.window_layers: dict[int, list[tuple[int, int]]] = {}  # (device, layer) by window
+        for device, rings in enumerate(self.rings):
+            for layer in rings:
+                window = models[device].cfg.layers[layer].window
+                if window is not None:
+                    self.window_layers.setdefault(window, []).append((device, layer))
 
     def _empty_rings(self, device: int) -> dict[int, Ring]:
         options, model = self.plan.options, self.models[device]
@@ -219,6 +226,16 @@ class StagedEngine(Engine):
             full = (end - first) // self.page
             if full > 0:
                 self._flush(row + n, first, full, end)
+            self._trim(row + n, end)
+
+    def _trim(self, row: int, end: int) -> None:
+        """Drop pages that the next query, at position `end`, no longer sees."""
+        for window, layers in self.window_layers.items():
+            oldest = max(0, end - window + 1)
+            if oldest // self.page > self.trimmed.get((row, window), 0):
+                self.trimmed[row, window] = oldest // self.page
+                for device, layer in layers:
+                    self.stores[device].trim(layer, row, oldest)
 
     def _flush(self, row: int, first: int, full: int, end: int) -> None:
         for device, rings in enumerate(self.rings):
@@ -235,8 +252,6 @@ class StagedEngine(Engine):
                             )
                             store.add(layer, row, at, pages)
                         at, left = at + size * self.page, left - size
-                if oldest:
-                    store.trim(layer, row, oldest)
         self.floor[row] = first + full * self.page
 
     def rehearse(self) -> Iterator[None]:
@@ -257,6 +272,8 @@ class StagedEngine(Engine):
 
     def release(self, row: int) -> None:
         self.floor[row] = 0
+        for window in self.window_layers:
+            self.trimmed.pop((row, window), None)
         for store in self.stores:
             store.release(row)
 

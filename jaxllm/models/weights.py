@@ -125,7 +125,7 @@ def _slice(
 ) -> np.ndarray:
     """The slice of `slot` that `device` holds, in the leading corner of an array of `shape`."""
     out = aligned_zeros(shape, slot.dtype)
-    if plan.holds(slot.tensor, device):
+    if plan.padded or plan.holds(slot.tensor, device):
         index = plan.slices(slot.tensor, device)
         own = tuple(
             slice(0, len(range(*i.indices(n)))) for i, n in zip(index, slot.shape, strict=True)

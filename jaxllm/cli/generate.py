@@ -1,0 +1,100 @@
+"""`jaxllm generate`: text from a prompt, streamed to stdout as it comes; figures to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.cli.options import (
+    add_command,
+    add_model,
+    add_sampling,
+    add_split,
+    sampling_arguments,
+    split_arguments,
+)
+from jaxllm.errors import PromptError
+from sharding import format_bytes
+
+if TYPE_CHECKING:
+    from jaxllm.llm import Completion
+
+_EXAMPLES = """\
+  jaxllm generate "The capital of France is" -n 32
+  jaxllm generate --chat "Name three rivers." --temp 0
+  jaxllm generate -m model.gguf -f prompt.txt -c 4096 --stop END
+  echo "Once upon a time" | jaxllm generate - --json
+  jaxllm generate -m model.gguf --devices 3 -sm tensor -ts 1,1,1 -as 2,1,0 -nkvo "Hello"
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the subcommand."""
+    summary = "Continue a prompt, or answer it with --chat"
+    parser = add_command(subparsers, "generate", run, summary, _EXAMPLES)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
+    parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    add_model(parser)
+    add_sampling(parser)
+    add_split(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Stream the completion, or print it with its figures as JSON."""
+    prompt: str | list[int] = read_prompt(args.prompt, args.file)
+
+    from jaxllm import LLM, SamplingParams
+
+    params = SamplingParams(**sampling_arguments(args))
+    llm = LLM.from_gguf(args.model, devices=args.devices, **split_arguments(args))
+    if args.chat:
+        prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
+    if args.json:
+        (done,) = llm.generate([prompt], params)
+        print(json.dumps({"model": llm.plan.model.name, "engine": llm.plan.engine, **asdict(done)}))
+        return 0
+    for piece in llm.stream(prompt, params):
+        print(piece.text, end="", flush=True)
+        if piece.completion is not None:
+            print(flush=True)
+            print(figures(piece.completion), file=sys.stderr)
+    return 0
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt's text; from a file or stdin without its last line end, as llama.cpp does."""
+    if prompt is not None and file is not None:
+        raise PromptError("a prompt and a prompt file (-f) were given; give one of them")
+    if prompt is None and file is None:
+        raise PromptError("no prompt was given; write it in quotes, or name a file with -f")
+    if prompt is not None and prompt != "-":
+        text = prompt
+    else:
+        where = "stdin" if file in (None, "-") else repr(file)
+        try:
+            data = sys.stdin.buffer.read() if where == "stdin" else Path(str(file)).read_bytes()
+            text = data.decode("utf-8").removesuffix("\n")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise PromptError(f"cannot read the prompt from {where}: {reason}") from error
+    if not text:
+        raise PromptError("the prompt is empty; give some text")
+    return text
+
+
+def figures(done: Completion) -> str:
+    """Counts, rates and link bytes of a completion in one line."""
+    parts = [
+        f"prompt {done.prompt_tokens} tokens, {done.prompt_rate:.1f}/s",
+        f"generated {len(done.token_ids)} tokens, {done.generation_rate:.1f}/s",
+        f"ended by {done.finish_reason}",
+    ]
+    if done.link_bytes:
+        links = (f"{label} {format_bytes(n)}" for label, n in done.link_bytes.items())
+        parts.append(f"sent from host: {', '.join(links)}")
+    return f"[{'; '.join(parts)}]"

@@ -1,0 +1,35 @@
+"""`jaxllm plan`: which device would hold what, without loading a weight."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from jaxllm.cli.options import MODEL_HELP, add_command, add_split, split_arguments
+
+_EXAMPLES = """\
+  jaxllm plan smollm2-135m --devices 3 -sm tensor -as 2,1,0 -nkvo
+  jaxllm plan model.gguf -c 32768 -ctk f16 -ctv f16 --json
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the subcommand."""
+    summary = "Show heads, columns, rows, cache and weight bytes a device, the engine, and why"
+    parser = add_command(subparsers, "plan", run, summary, _EXAMPLES)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_split(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; a plan that does not fit is printed and then an error."""
+    from jaxllm import hub
+    from jaxllm.gguf import open_gguf
+    from jaxllm.llm import open_mesh, plan_gguf
+
+    file = open_gguf(hub.resolve(args.model))
+    plan = plan_gguf(file, open_mesh(args.devices), **split_arguments(args)).plan
+    print(json.dumps(plan.to_dict()) if args.json else plan, flush=True)
+    plan.check_fit()
+    return 0

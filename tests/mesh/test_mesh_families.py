@@ -1,0 +1,178 @@
+"""Blocks of every family, caches of every type and other splits: the rules of the matrix, one
+uneven cut a number of devices."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from jaxllm import ModelConfig
+from jaxllm.models.block import Block
+from jaxllm.models.decoder import PreNormBlock, SandwichBlock
+from jaxllm.models.config import Rope
+from support import (
+    PLACES,
+    Trace,
+    assert_close,
+    assert_same_bytes,
+    layer_config,
+    make_llm,
+    model_config,
+    planned_bytes,
+    random_ids,
+    run,
+    small_model,
+    with_layers,
+)
+
+PROMPT, STEPS = 40, 26  # the steps cross a page and the window's edge
+CUTS = {2: "3,1", 3: "2,1,0", 5: "3,1,0,2,1", 8: "1,0,0,2,0,0,0,1"}
+HALVES = Rope(theta=10000.0, dim=16, pairs="halves")
+PARTIAL = Rope(theta=10000.0, dim=8, pairs="halves", scale=8.0, factors=True)
+
+
+def _windows(window: int) -> ModelConfig:
+    layers = [layer_config(8, 2, 16, mlp=211, activation="gelu", softcap=30.0, rope=HALVES)]
+    layers.append(with_layers(model_config(layers), window=window, softcap=None).layers[0])
+    return model_config(layers, embed_scale=8.0, logit_softcap=3.0)
+
+
+MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
+    "llama": (PreNormBlock, small_model()),
+    "llama-factors": (PreNormBlock, with_layers(small_model(), rope=PARTIAL)),
+    "qwen2": (PreNormBlock, with_layers(small_model(tied=False), qkv_bias=True, rope=HALVES)),
+    "qwen3": (PreNormBlock, with_layers(small_model(), qk_norm=True, scale=0.25, rope=HALVES)),
+    "gemma2": (SandwichBlock, _windows(24)),
+    "gemma3": (SandwichBlock, with_layers(_windows(32), qk_norm=True, scale=0.25, softcap=None)),
+    "head-bias": (PreNormBlock, small_model(tied=False, head_bias=True)),
+    "wide-keys": (PreNormBlock, with_layers(small_model(), k_dim=192, v_dim=128, scale=5.0)),
+    "wide-values": (PreNormBlock, with_layers(small_model(), v_dim=24)),
+}
+FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3")
+
+
+def _group(name: str) -> pytest.MarkDecorator:
+    """A model's tests run on one worker, which then compiles its programs once."""
+    return pytest.mark.xdist_group(name)
+
+
+@cache
+def _alone(name: str, **options) -> Trace:
+    block, model = MODELS[name]
+    llm = make_llm(model, block=block, **options)
+    return run(llm, random_ids(PROMPT), random_ids(STEPS, seed=1))
+
+
+def _check(name: str, limit: float = 1e-10, options: dict | None = None, **cut) -> Trace:
+    """Device, host and scattered caches have the same bytes and agree with one device; without
+    windows, the bytes sent are the planned ones."""
+    block, model = MODELS[name]
+    options = options or {}
+    prompt, forced = random_ids(PROMPT), random_ids(STEPS, seed=1)
+    found = {}
+    for kind, arguments in {
+        "device": dict(engine="staged", kv="device"),
+        "host": dict(kv="host"),
+        "scattered": dict(
+            kv="host", prefetch=4, place=lambda d, layer, at: PLACES[(d + layer + at // 16) % 3]
+        ),
+    }.items():
+        llm = make_llm(model, block=block, **cut, **options, **arguments)
+        found[kind] = run(llm, prompt, forced)
+        if kind == "host" and all(layer.window is None for layer in model.layers):
+            np.testing.assert_array_equal(found[kind].sent, planned_bytes(llm, PROMPT, STEPS))
+    for kind, trace in found.items():
+        assert_same_bytes(trace.logits, found["device"].logits, f"{name}: {kind}")
+    assert_close(found["host"].logits, _alone(name, **options).logits, limit, f"{name}: staged")
+    return found["host"]
+
+
+def _check_fused(name: str, staged: Trace, options: dict | None = None, **cut) -> None:
+    block, model = MODELS[name]
+    llm = make_llm(model, block=block, engine="fused", **cut, **(options or {}))
+    fused = run(llm, random_ids(PROMPT), random_ids(STEPS, seed=1))
+    assert_close(fused.logits, staged.logits, what=f"{name}: fused against staged")
+    assert_close(fused.logits, _alone(name, **(options or {})).logits, what=f"{name}: fused")
+
+
+EVERY = [pytest.param(n, d, marks=_group(n)) for n in FAMILIES for d in CUTS]
+SOME = [pytest.param(n, 3, marks=_group(n)) for n in MODELS if n not in (*FAMILIES, "llama")]
+
+
+@pytest.mark.parametrize(("name", "devices"), [*EVERY, *SOME, ("llama-factors", 8)])
+def test_families(name: str, devices: int):
+    cut = dict(devices=devices, split_mode="tensor", attn_split=CUTS[devices])
+    _check_fused(name, _check(name, **cut), **cut)
+
+
+def test_factors_on_a_device_without_work():
+    cut = dict(devices=2, split_mode="tensor", tensor_split="1,0")
+    _check_fused("llama-factors", _check("llama-factors", **cut), **cut)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("window", [16, 24, 32, 33])
+def test_link_bytes_of_windows(window: int, devices: int):
+    """A page that the window has left is not sent, whatever the steps since it was full."""
+    cut = dict(split_mode="tensor", attn_split=CUTS[devices]) if devices > 1 else {}
+    layer = MODELS["llama"][1].layers[0]
+    model = model_config([with_layers(model_config([layer]), window=window).layers[0], layer])
+    llm = make_llm(model, kv="host", devices=devices, **cut)
+    trace = run(llm, random_ids(PROMPT), random_ids(40, seed=1))
+    np.testing.assert_array_equal(trace.sent, planned_bytes(llm, PROMPT, 40))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_whole_layers(name: str, devices: int):
+    _check(name, devices=devices, split_mode="layer" if devices > 1 else "none")
+
+
+def test_layers_on_chosen_devices():
+    """A device without a layer holds nothing and is sent nothing."""
+    trace = _check("llama", devices=3, split_mode="layer", tensor_split="1,0,1")
+    assert not trace.sent[:, 1].any()
+
+
+@pytest.mark.parametrize("types", ["f16,f16", "bf16,bf16", "f16,f32", "f32,bf16"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "wide-keys"])
+def test_cache_types(name: str, types: str):
+    """Rounding of the cache is the same under every plan, so results stay as close."""
+    options = dict(zip(("cache_type_k", "cache_type_v"), types.split(","), strict=True))
+    cut = dict(devices=3, split_mode="tensor", attn_split="2,1,0")
+    _check_fused(name, _check(name, 1e-6, options=options, **cut), options=options, **cut)
+
+
+@pytest.mark.parametrize("dither", [False, True])
+@pytest.mark.parametrize("rounding", ["nearest", "llama.cpp"])
+def test_roundings(rounding: str, dither: bool):
+    if dither and rounding == "llama.cpp":
+        pytest.skip("dithering has its own rounding")
+    cut = dict(devices=2, split_mode="tensor", attn_split=".49,.51", tensor_split="3,2")
+    _check("llama", **cut, rounding=rounding, dither=dither)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("replicate", [False, True])
+def test_few_heads(devices: int, replicate: bool):
+    """Fewer KV heads than devices: some devices without attention, or KV heads stored twice."""
+    for name, heads, queries in (("one", 1, 8), ("two", 2, 4), ("three", 3, 4)):
+        MODELS[name] = (PreNormBlock, model_config([layer_config(heads, queries, 16, mlp=211)] * 2))
+        cut = dict(devices=devices, split_mode="tensor", kv_replicate=replicate)
+        staged = _check(name, **cut)
+        _check_fused(name, staged, **cut)
+        busy = np.flatnonzero(staged.sent[-1])
+        if replicate:
+            assert len(busy) == devices
+        else:
+            assert len(busy) == min(devices, heads)
+
+
+def test_replication_over_chosen_devices():
+    cut = dict(devices=3, split_mode="tensor", attn_split="2,0,1", tensor_split="1,1,1")
+    MODELS["one"] = (PreNormBlock, model_config([layer_config(1, 6, 16, mlp=211)] * 2))
+    staged = _check("one", **cut, kv_replicate=True)
+    assert not staged.sent[:, 1].any()
+    assert staged.sent[-1, 0] > 0 and staged.sent[-1, 2] > 0
