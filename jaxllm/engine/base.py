@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.engine.local import Top
+from jaxllm.models.layers import Array
 
 Logits = np.ndarray | Top  # float32 [N, V], or the largest of each row
 Hidden = Any  # an engine's own form of hidden states
@@ -40,6 +41,10 @@ class Engine(ABC):
 
     def release(self, row: int) -> None:  # noqa: B027 (nothing to do is fine)
         """Forget a row's cache."""
+
+    @abstractmethod
+    def weights(self) -> list[Array]:
+        """The arrays that hold the weights, wherever they are."""
 
     def link_bytes(self) -> list[int]:
         """Bytes sent from host memory to each device so far."""

@@ -144,6 +144,9 @@ class FusedEngine(Engine):
         )
         return x
 
+    def weights(self) -> list[Array]:
+        return jax.tree.leaves((self.leaves.layers, self.leaves.ends))
+
     def logits(self, hidden: Array, at: np.ndarray, top: int) -> Logits:
         out = _head(
             self.leaves.ends,

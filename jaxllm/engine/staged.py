@@ -211,6 +211,9 @@ class StagedEngine(Engine):
         step = _Forward(self, packed, row, rows, again=rows == self.plan.options.slots)
         return step.run()
 
+    def weights(self) -> list[Array]:
+        return jax.tree.leaves([(own.layers, own.ends) for own in self.leaves])
+
     def logits(self, hidden: dict[int, Array], at: np.ndarray, top: int) -> Logits:
         outs, at = [], at.astype(np.int32)
         for i, (start, stop) in enumerate(self.plan.vocab):

@@ -157,11 +157,11 @@ def _gather(
 
 
 def _assemble(model: LocalModel, done: dict[str, Any], vocab: Any) -> Leaves:
-    local = slots(model)
+    own = [s for s in slots(model) if s.path in done]
     layers = tuple(
-        tuple(done[s.path] for s in local if s.layer == i) for i in range(len(model.blocks))
+        tuple(done[s.path] for s in own if s.layer == i) for i in range(len(model.blocks))
     )
-    return Leaves(layers, tuple(done[s.path] for s in local if s.layer is None), vocab)
+    return Leaves(layers, tuple(done[s.path] for s in own if s.layer is None), vocab)
 
 
 def load_device(
@@ -173,15 +173,18 @@ def load_device(
     target: Device,
     progress: Progress | None = None,
 ) -> Leaves:
-    """The leaves of one device of the plan, committed to `target`."""
+    """The leaves of one device of the plan, committed to `target`: none of a layer, or of the
+    ends, that it takes no part in."""
     placement = SingleDeviceSharding(target)
 
     def job(slot: Slot, part: Slot) -> Callable[[], jax.Array]:
         return lambda: jax.device_put(_slice(plan, slot, part.shape, device, source), placement)
 
-    pairs = zip(slots(whole), slots(local), strict=True)
-    work = [(s.path, job(s, part), _bytes(part)) for s, part in pairs]
     start, stop = plan.vocab[device]
+    here = {i for i, layer in enumerate(plan.layers) if device in layer.devices}
+    here |= {None} if stop > start else set()
+    pairs = zip(slots(whole), slots(local), strict=True)
+    work = [(s.path, job(s, part), _bytes(part)) for s, part in pairs if s.layer in here]
     vocab = jax.device_put(np.asarray([start, stop - start], np.int32), placement)
     return _assemble(local, _gather(work, progress), vocab)
 

@@ -10,8 +10,8 @@ import pytest
 
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
-from jaxllm.models.decoder import PreNormBlock, SandwichBlock
 from jaxllm.models.config import Rope
+from jaxllm.models.decoder import PreNormBlock, SandwichBlock
 from support import (
     PLACES,
     Trace,

@@ -48,9 +48,7 @@ def _spec(name: str) -> Path:
 
 
 def _load(path: Path, **arguments: Any) -> LLM:
-    return LLM.from_gguf(
-        path, **(dict(devices=1, dtype="float32", progress=False) | arguments)
-    )
+    return LLM.from_gguf(path, **(dict(devices=1, dtype="float32", progress=False) | arguments))
 
 
 def _reference(shared: Path, name: str) -> dict[str, np.ndarray]:

