@@ -86,9 +86,10 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     add("--kv-replicate", action="store_true", help=copies)
     page = f"positions of a cache page, a power of two (default {plan.page})"
     add("--page", type=int, metavar="N", help=page)
-    pages = f"pages of one copy from host memory (default {plan.group_pages})"
+    pages = f"pages of the largest copy from host memory (default {plan.group_pages})"
     add("--group-pages", type=int, metavar="N", help=pages)
-    add("--prefetch", type=int, metavar="N", help=f"copies in flight (default {plan.prefetch})")
+    ahead = f"copies in flight; 0: each only when needed (default {plan.prefetch})"
+    add("--prefetch", type=int, metavar="N", help=ahead)
 
 
 def split_arguments(args: argparse.Namespace) -> dict[str, Any]:
