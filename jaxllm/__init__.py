@@ -5,7 +5,7 @@ from jaxllm import LLM, SamplingParams
 llm = LLM.from_gguf("smollm2-135m", devices=3, split_mode="tensor", attn_split=(2, 1, 0),
                     kv="host")
 print(llm.plan)
-print(llm.generate("The capital of France is", SamplingParams(max_tokens=32)).text)
+print(llm.generate("The capital of France is", SamplingParams(max_tokens=32))[0].text)
 """
 
 from __future__ import annotations

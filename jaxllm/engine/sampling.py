@@ -53,6 +53,7 @@ class SamplingParams:
             ("min_p", 0, 1),
             ("repeat_last_n", -1, math.inf),
             ("logprobs", 0, TOPS[-1]),
+            ("seed", 0, math.inf),
         )
         for name, low, high in limits:
             value = getattr(self, name)

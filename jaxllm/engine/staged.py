@@ -271,6 +271,9 @@ class StagedEngine(Engine):
                     pages = _cut(rings[layer], at, at, page=self.page, pages=size)
                     self.stores[device].add(layer, 0, 0, pages)
             yield
+            for store in self.stores:  # a group that loses a page is cut
+                for layer in range(len(self.plan.layers)):
+                    store.trim(layer, 0, self.page)
         self.release(0)
 
     def release(self, row: int) -> None:

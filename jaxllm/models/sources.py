@@ -15,7 +15,7 @@ import zlib
 import numpy as np
 
 from jaxllm.errors import ModelError
-from jaxllm.gguf.dequant import iter_row_chunks
+from jaxllm.gguf.dequant import iter_row_chunks, supported
 from jaxllm.gguf.reader import GGUFFile, TensorInfo
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.weights import Slot
@@ -32,13 +32,16 @@ class GGUFSource:
         self.file, self.cfg = file, cfg
 
     def check(self, slots: list[Slot]) -> None:
-        """Raise one `ModelError` that lists every tensor that is missing or of a wrong shape."""
+        """Raise one `ModelError` for all tensors that are missing, of a wrong shape or of a type
+        that cannot be read."""
         problems = []
         for slot in slots:
             for name, want in zip(slot.source, self._shapes(slot), strict=True):
                 info = self.file.tensors.get(name)
                 if info is None:
                     problems.append(f"{name} is missing")
+                elif not supported(info.type):
+                    problems.append(f"{name} is stored as {info.type.name}, which cannot be read")
                 elif tuple(info.shape) != want:
                     problems.append(f"{name} is {list(info.shape)}, expected {list(want)}")
         if problems:

@@ -66,8 +66,8 @@ def _alone(name: str, **options) -> Trace:
 
 
 def _check(name: str, limit: float = 1e-10, options: dict | None = None, **cut) -> Trace:
-    """Device, host and scattered caches have the same bytes and agree with one device; without
-    windows, the bytes sent are the planned ones."""
+    """Device, host and scattered caches have the same bytes and agree with one device; the bytes
+    sent are the planned ones."""
     block, model = MODELS[name]
     options = options or {}
     prompt, forced = random_ids(PROMPT), random_ids(STEPS, seed=1)
@@ -81,7 +81,7 @@ def _check(name: str, limit: float = 1e-10, options: dict | None = None, **cut) 
     }.items():
         llm = make_llm(model, block=block, **cut, **options, **arguments)
         found[kind] = run(llm, prompt, forced)
-        if kind == "host" and all(layer.window is None for layer in model.layers):
+        if kind == "host":
             np.testing.assert_array_equal(found[kind].sent, planned_bytes(llm, PROMPT, STEPS))
     for kind, trace in found.items():
         assert_same_bytes(trace.logits, found["device"].logits, f"{name}: {kind}")
@@ -89,12 +89,14 @@ def _check(name: str, limit: float = 1e-10, options: dict | None = None, **cut) 
     return found["host"]
 
 
-def _check_fused(name: str, staged: Trace, options: dict | None = None, **cut) -> None:
+def _check_fused(
+    name: str, staged: Trace, options: dict | None = None, limit: float = 1e-10, **cut
+) -> None:
     block, model = MODELS[name]
     llm = make_llm(model, block=block, engine="fused", **cut, **(options or {}))
     fused = run(llm, random_ids(PROMPT), random_ids(STEPS, seed=1))
-    assert_close(fused.logits, staged.logits, what=f"{name}: fused against staged")
-    assert_close(fused.logits, _alone(name, **(options or {})).logits, what=f"{name}: fused")
+    assert_close(fused.logits, staged.logits, limit, f"{name}: fused against staged")
+    assert_close(fused.logits, _alone(name, **(options or {})).logits, limit, f"{name}: fused")
 
 
 EVERY = [pytest.param(n, d, marks=_group(n)) for n in FAMILIES for d in CUTS]
@@ -139,10 +141,11 @@ def test_layers_on_chosen_devices():
 @pytest.mark.parametrize("types", ["f16,f16", "bf16,bf16", "f16,f32", "f32,bf16"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "wide-keys"])
 def test_cache_types(name: str, types: str):
-    """Rounding of the cache is the same under every plan, so results stay as close."""
+    """A last place that differs between plans flips a few roundings of a narrow cache: a step of
+    such a type there, and so results that are close rather than very close."""
     options = dict(zip(("cache_type_k", "cache_type_v"), types.split(","), strict=True))
     cut = dict(devices=3, split_mode="tensor", attn_split="2,1,0")
-    _check_fused(name, _check(name, 1e-6, options=options, **cut), options=options, **cut)
+    _check_fused(name, _check(name, 1e-6, options, **cut), options, 1e-6, **cut)
 
 
 @pytest.mark.parametrize("dither", [False, True])
