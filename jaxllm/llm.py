@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
 from os import PathLike
+from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -162,6 +165,7 @@ class LLM:
         place: Callable[..., Any] | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
+        self._idle = Lock()
         self.engine: Engine = build_engine(model, source, progress, place)
 
     @classmethod
@@ -279,19 +283,18 @@ class LLM:
             return [self.logits(each) for each in cast(Sequence[Sequence[int]], ids)]
         prompt = self._checked(cast(Sequence[int], ids))
         rows = []
-        try:
+        with self._engine_to_itself():
             for hidden, used, size in prefill(self.engine, 0, prompt, self.plan.options.ubatch):
                 places = min(size, LOGIT_PLACES)
                 for at in range(0, used, places):
                     rows.append(self.engine.logits(hidden, at + np.arange(places)[None], 0))
                     rows[-1] = rows[-1][: used - at]
-        finally:
-            self.engine.release(0)
         return np.concatenate(rows)
 
     def warmup(self) -> None:
         """Compile every program that prompts and batches of any length up to the context need."""
-        warm_up(self.engine, self.plan, LOGIT_PLACES)
+        with self._engine_to_itself():
+            warm_up(self.engine, self.plan, LOGIT_PLACES)
 
     def step_fn(self) -> StepFn:
         """A pure step (fn, params, cache) for use inside jax.jit and scan.
@@ -315,9 +318,25 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, int | None]]:
         options = self.plan.options
-        return generate(self.engine, requests, options.slots, options.ctx, options.ubatch)
+        with self._engine_to_itself():
+            yield from generate(self.engine, requests, options.slots, options.ctx, options.ubatch)
 
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+    @contextmanager
+    def _engine_to_itself(self) -> Iterator[None]:
+        """Rows belong to one call at a time: two would write over each other's cache."""
+        if not self._idle.acquire(blocking=False):
+            raise OptionError(
+                "this model is in the middle of another call; finish or close that stream first, "
+                "or give all prompts to one generate call"
+            )
+        try:
+            yield
+        finally:
+            for row in range(self.plan.options.slots):
+                self.engine.release(row)
+            self._idle.release()
+
+    def _request(self, number: int, prompt: Prompt, params: SamplingParams) -> Request:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise PromptError("the model has no tokenizer; give the prompt as token ids")
@@ -327,10 +346,13 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise OptionError("stop texts need a tokenizer, and the model has none")
         eog = self.tokenizer.eog if self.tokenizer else frozenset()
-        return Request(index, self._checked(prompt), params, eog)
+        return Request(number, self._checked(prompt), params, eog)
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        ids = [int(i) for i in ids]
+        try:
+            ids = [index(i) for i in ids]
+        except TypeError:
+            raise PromptError("a prompt is text or a list of token ids (whole numbers)") from None
         ctx, vocab = self.plan.options.ctx, self.config.vocab
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """See the module's docstring. `vocab` has one range of rows a device; `why` tells why this
     engine; `notes` are sentences a user should read."""
@@ -194,6 +194,8 @@ class Plan:
         from sharding.report import to_text
 
         return to_text(self)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         from sharding.report import to_html

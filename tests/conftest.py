@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("NPROC", "16")  # threads for collectives of 8 devices; a smaller pool hangs
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
+import jax
 import pytest
 
 import archs
@@ -16,6 +17,17 @@ from jaxllm import HubError, hub
 from jaxllm.runtime import keep_compiled_programs
 
 keep_compiled_programs()
+MOST_MAPPINGS = 20_000  # of the 65,530 that Linux allows a process by default
+
+
+@pytest.fixture(autouse=True)
+def bounded_programs() -> Iterator[None]:
+    """Drop compiled programs before they use up the memory mappings of a process: XLA:CPU maps
+    some for every program and device, and crashes when there are no more."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

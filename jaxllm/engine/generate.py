@@ -100,21 +100,16 @@ def generate(
     engine: Engine, requests: Sequence[Request], slots: int, ctx: int, ubatch: int
 ) -> Iterator[tuple[Request, int | None]]:
     """Work off requests; yields (request, token) for every new token and (request, None) at its
-    end. Closing the iterator, or an exception in it, releases every row."""
+    end. Who stops early, or is stopped by an exception, releases the rows."""
     waiting = deque(requests)
     rows: list[Request | None] = [None] * slots
-    try:
-        while waiting or any(rows):
-            for row in range(slots):
-                while rows[row] is None and waiting:
-                    rows[row] = waiting.popleft()
-                    yield from _start(engine, row, rows, ctx, ubatch)
-            if any(rows):
-                yield from _advance(engine, rows, ctx)
-    finally:
-        for row, request in enumerate(rows):
-            if request is not None:
-                engine.release(row)
+    while waiting or any(rows):
+        for row in range(slots):
+            while rows[row] is None and waiting:
+                rows[row] = waiting.popleft()
+                yield from _start(engine, row, rows, ctx, ubatch)
+        if any(rows):
+            yield from _advance(engine, rows, ctx)
 
 
 def _start(

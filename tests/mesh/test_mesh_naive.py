@@ -1,0 +1,21 @@
+"""The random models of the mesh tests compute what a plain numpy forward pass computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import naive
+from support import assert_close, make_llm, random_ids, run
+from test_mesh_families import MODELS
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", [n for n in MODELS if n not in ("one", "two", "three")])
+def test_one_device(name: str):
+    block, model = MODELS[name]
+    prompt, forced = random_ids(40), random_ids(20, seed=1)
+    expected = naive.logits(model, prompt + forced, block)
+    for arguments in (dict(engine="fused"), dict(kv="host")):
+        found = run(make_llm(model, block=block, **arguments), prompt, forced)
+        assert_close(found.logits, expected.astype(np.float32), what=f"{name} {arguments}")

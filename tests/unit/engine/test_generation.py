@@ -1,0 +1,392 @@
+"""How requests begin, run together and end, and that whatever ends them frees their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import LLM, OptionError, PromptError, SamplingParams
+from jaxllm.engine.generate import Request, generate
+from jaxllm.engine.staged import StagedEngine
+from support import assert_close, make_llm, random_ids, small_model
+
+CTX = 48
+KINDS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "host": dict(kv="host"),
+    "uneven": dict(devices=3, split_mode="tensor", attn_split="2,1,0", kv="host"),
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+@cache
+def _llm(kind: str) -> LLM:
+    return make_llm(small_model(), ctx=CTX, parallel=2, **KINDS[kind])
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0)
+
+
+def work_off(llm: LLM, requests: list[Request]) -> list[tuple[Request, int | None]]:
+    """All events of requests that run through the engine of an LLM."""
+    options = llm.plan.options
+    return list(generate(llm.engine, requests, options.slots, options.ctx, options.ubatch))
+
+
+def assert_empty(llm: LLM) -> None:
+    """No page is held and no row has begun."""
+    if isinstance(llm.engine, StagedEngine):
+        assert not llm.engine.floor.any()
+        assert not llm.engine.trimmed
+        for store in llm.engine.stores:
+            assert not any(store.held_bytes().values())
+
+
+def assert_usable(llm: LLM) -> None:
+    """Nothing is held, and a new request gets what it gets from an LLM of its own."""
+    assert_empty(llm)
+    prompt = random_ids(20, seed=9)
+    expected = make_llm(small_model(), ctx=CTX).generate([prompt], greedy(5))[0].token_ids
+    assert [c.token_ids for c in llm.generate([prompt] * 3, greedy(5))] == [expected] * 3
+    assert_empty(llm)
+
+
+# Ends
+
+
+@EVERY_KIND
+def test_a_completion_of_the_length_asked_for(kind: str):
+    for count in (1, 2, 17):
+        (done,) = _llm(kind).generate([random_ids(20)], greedy(count))
+        assert (len(done.token_ids), done.finish_reason) == (count, "length")
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("length", [1, 15, 16, 17, CTX - 1, CTX])
+def test_a_full_context_ends_a_completion(kind: str, length: int):
+    """Tokens are fed back until all positions are taken; the last one is not fed any more."""
+    (done,) = _llm(kind).generate([random_ids(length)], greedy(1000))
+    assert (len(done.token_ids), done.finish_reason) == (CTX - length + 1, "context")
+    assert done.prompt_tokens == length
+
+
+@EVERY_KIND
+def test_length_comes_before_context(kind: str):
+    (done,) = _llm(kind).generate([random_ids(CTX)], greedy(1))
+    assert done.finish_reason == "length"
+    (done,) = _llm(kind).generate([random_ids(40)], greedy(CTX - 40 + 1))
+    assert done.finish_reason == "length"
+
+
+@EVERY_KIND
+def test_a_token_that_ends_generation(kind: str):
+    """It is not part of the completion, and frees the row for the next request."""
+    llm, prompt = _llm(kind), random_ids(20)
+    tokens = llm.generate([prompt], greedy(12))[0].token_ids
+    end = next(i for i, token in enumerate(tokens) if i >= 3 and token not in tokens[:i])
+    requests = [Request(i, prompt, greedy(12), frozenset([tokens[end]])) for i in range(3)]
+    work_off(llm, requests)
+    for request in requests:
+        assert request.finish_reason == "stop"
+        assert tuple(request.token_ids) == tokens[:end]
+    assert_empty(llm)
+
+
+def test_a_first_token_that_ends_generation():
+    llm, prompt = _llm("host"), random_ids(20)
+    first = llm.generate([prompt], greedy(1))[0].token_ids[0]
+    request = Request(0, prompt, greedy(12), frozenset([first]))
+    assert work_off(llm, [request]) == [(request, None)]
+    assert (request.token_ids, request.finish_reason) == ([], "stop")
+
+
+def test_ends_that_are_ignored():
+    llm, prompt = _llm("host"), random_ids(20)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    request = Request(0, prompt, params, frozenset(range(130)))
+    work_off(llm, [request])
+    assert (len(request.token_ids), request.finish_reason) == (6, "length")
+
+
+def test_logprobs_are_of_the_tokens_of_a_completion():
+    llm, prompt = _llm("host"), random_ids(20)
+    tokens = llm.generate([prompt], greedy(9))[0].token_ids
+    end = next(i for i, token in enumerate(tokens) if i >= 3 and token not in tokens[:i])
+    params = SamplingParams(max_tokens=9, temperature=0, logprobs=0)
+    request = Request(0, prompt, params, frozenset([tokens[end]]))
+    work_off(llm, [request])
+    assert [p.token_id for p in request.logprobs] == list(tokens[:end])
+
+
+# Prompts
+
+
+@EVERY_KIND
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([0] * (CTX + 1), f"{CTX + 1} tokens and the context {CTX}"),
+        ([], "empty"),
+        ([3, 130], "130"),
+        ([-1, 3], "-1"),
+        ("text", "tokenizer"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_any_work(
+    kind: str, prompt: Any, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    llm = _llm(kind)
+
+    def forward(*args: Any) -> None:
+        raise AssertionError("a step has begun")
+
+    monkeypatch.setattr(llm.engine, "forward", forward)
+    with pytest.raises(PromptError, match=message):
+        llm.generate([[1, 2], prompt])
+    with pytest.raises(PromptError, match=message):
+        llm.stream(prompt)
+    if not isinstance(prompt, str):
+        with pytest.raises(PromptError, match=message):
+            llm.logits(prompt)
+
+
+def test_what_needs_a_tokenizer():
+    with pytest.raises(OptionError, match="stop texts"):
+        _llm("fused").generate([[1]], SamplingParams(stop="a"))
+    with pytest.raises(PromptError, match="chat"):
+        _llm("fused").chat([{"role": "user", "content": "Hello"}])
+
+
+def test_forms_of_prompts():
+    llm, prompt = _llm("fused"), random_ids(6)
+    expected = llm.generate([prompt], greedy(3))[0].token_ids
+    forms: list[Any] = [prompt, tuple(prompt), np.asarray(prompt), [np.asarray(prompt)]]
+    for form in forms:
+        assert [c.token_ids for c in llm.generate(form, greedy(3))] == [expected]
+    assert llm.generate([], greedy(3)) == []
+
+
+@EVERY_KIND
+def test_more_prompts_than_slots(kind: str):
+    llm = _llm(kind)
+    prompts = [random_ids(n, seed=n) for n in (30, 5, 41, 17, 48, 1, 16)]
+    together = llm.generate(prompts, greedy(9))
+    for prompt, found in zip(prompts, together, strict=True):
+        (alone,) = llm.generate([prompt], greedy(9))
+        assert found.token_ids == alone.token_ids
+        assert found.finish_reason == alone.finish_reason
+    assert_empty(llm)
+
+
+# What a completion tells
+
+
+@EVERY_KIND
+def test_facts_of_a_completion(kind: str):
+    llm = _llm(kind)
+    long, short = llm.generate([random_ids(20), random_ids(3)], greedy(8))
+    for done, length in ((long, 20), (short, 3)):
+        assert done.text == "" and len(done.token_ids) == 8
+        assert done.prompt_tokens == length
+        assert done.prompt_rate > 0 and done.generation_rate > 0
+        assert done.logprobs is None
+    labels = [d.label for d in llm.plan.mesh.devices]
+    if kind == "fused":
+        assert long.link_bytes == {}
+    else:
+        assert list(long.link_bytes) == labels
+    assert llm.generate([[1]], greedy(1))[0].generation_rate == 0
+
+
+@pytest.mark.parametrize("kind", ["host", "uneven"])
+def test_link_bytes_are_those_of_the_steps(kind: str):
+    llm = _llm(kind)
+    (done,) = llm.generate([random_ids(20)], greedy(9))
+    for device, sent in enumerate(done.link_bytes.values()):
+        prefill = llm.plan.link_bytes(device, 16)
+        assert sent == prefill + sum(llm.plan.link_bytes(device, 20 + i) for i in range(8))
+
+
+@EVERY_KIND
+def test_a_stream_is_the_completion(kind: str):
+    llm, prompt = _llm(kind), random_ids(20)
+    (expected,) = llm.generate([prompt], greedy(9))
+    *others, last = llm.stream(prompt, greedy(9))
+    assert [t for piece in [*others, last] for t in piece.token_ids] == list(expected.token_ids)
+    assert all(piece.finish_reason is None and piece.completion is None for piece in others)
+    assert last.finish_reason == "length" and last.completion is not None
+    assert last.completion.token_ids == expected.token_ids
+    assert last.completion.link_bytes == expected.link_bytes
+
+
+# Requests that do not get to their end
+
+
+def events(llm: LLM, count: int = 20) -> Iterator[tuple[Request, int | None]]:
+    """Two requests that run together."""
+    requests = [Request(i, random_ids(20 + i), greedy(count), frozenset()) for i in range(2)]
+    options = llm.plan.options
+    return generate(llm.engine, requests, options.slots, options.ctx, options.ubatch)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("seen", [1, 2, 7])
+def test_closing_early_frees_the_rows(kind: str, seen: int):
+    llm = _llm(kind)
+    running = events(llm)
+    for _ in range(seen):
+        next(running)
+    running.close()  # type: ignore[attr-defined]
+    assert_usable(llm)
+
+
+def test_a_stream_that_is_dropped(monkeypatch: pytest.MonkeyPatch):
+    llm = _llm("host")
+    monkeypatch.setattr(llm, "tokenizer", Letters())
+    pieces = llm.stream(random_ids(20), greedy(20))
+    assert next(pieces).text == "a"
+    assert any(store.held_bytes()["pinned"] + store.held_bytes()["pageable"]
+               for store in llm.engine.stores)  # type: ignore[attr-defined]
+    pieces.close()  # type: ignore[attr-defined]
+    monkeypatch.undo()
+    assert_usable(llm)
+
+
+def test_an_exception_in_the_consumer(monkeypatch: pytest.MonkeyPatch):
+    llm = _llm("host")
+
+    def consume() -> None:
+        for piece in llm.stream(random_ids(20), greedy(20)):
+            raise ValueError(piece.text)
+
+    monkeypatch.setattr(llm, "tokenizer", Letters())
+    with pytest.raises(ValueError, match="a"):
+        consume()
+    monkeypatch.undo()
+    assert_usable(llm)
+
+
+def test_an_exception_thrown_into_the_iterator():
+    llm = _llm("host")
+    running = events(llm)
+    next(running)
+    with pytest.raises(ValueError):
+        running.throw(ValueError("no more"))  # type: ignore[attr-defined]
+    assert_usable(llm)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("step", [0, 1, 2, 6])
+@pytest.mark.parametrize("method", ["forward", "settle"])
+def test_an_interrupt_leaves_a_usable_llm(
+    kind: str, step: int, method: str, monkeypatch: pytest.MonkeyPatch
+):
+    """In a prefill or a decode step, before or after it ran."""
+    llm, calls = _llm(kind), 0
+    original = getattr(llm.engine, method)
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > step:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(llm.engine, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([random_ids(20), random_ids(33)], greedy(20))
+    monkeypatch.undo()
+    assert_usable(llm)
+
+
+@pytest.mark.parametrize("kind", ["host", "uneven"])
+def test_an_interrupt_between_two_layers(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Copies are on their way and rings half written."""
+    llm, calls = _llm(kind), 0
+    store = llm.engine.stores[0]  # type: ignore[attr-defined]
+    done = store.done
+
+    def interrupted(result: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            raise KeyboardInterrupt
+        done(result)
+
+    monkeypatch.setattr(store, "done", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([random_ids(20), random_ids(33)], greedy(15))
+    monkeypatch.undo()
+    assert_usable(llm)
+
+
+class Letters:
+    """A tokenizer whose every token is the letter a."""
+
+    eog: frozenset[int] = frozenset()
+
+    def piece(self, token: int, skip_special: bool = False) -> bytes:
+        return b"a"
+
+
+def test_a_stop_text_ends_a_request(monkeypatch: pytest.MonkeyPatch):
+    llm = _llm("host")
+    monkeypatch.setattr(llm, "tokenizer", Letters())
+    params = SamplingParams(max_tokens=20, temperature=0, stop="aaa")
+    for done in llm.generate([random_ids(n) for n in (20, 3, 9)], params):
+        assert (done.text, done.finish_reason, len(done.token_ids)) == ("", "stop", 3)
+    *_, last = llm.stream(random_ids(20), params)
+    assert (last.text, last.finish_reason, len(last.token_ids)) == ("", "stop", 3)
+    assert_empty(llm)
+
+
+# Steps and logits without requests
+
+
+def test_a_pure_step_in_a_scan_is_greedy_generation():
+    llm = _llm("fused")
+    step, params, cache = llm.step_fn()
+    prompts = [random_ids(13, seed=1), random_ids(13, seed=2)]
+
+    @jax.jit
+    def decode(params: Any, cache: Any, tokens: jax.Array) -> jax.Array:
+        zero = jnp.zeros(2, jnp.int32)
+        logits, cache = step(params, cache, tokens, zero)
+
+        def body(carry: Any, at: jax.Array) -> tuple[Any, jax.Array]:
+            cache, token = carry
+            logits, cache = step(params, cache, token[:, None], zero + at)
+            following = logits[:, 0].argmax(-1).astype(jnp.int32)
+            return (cache, following), following
+
+        first = logits[:, -1].argmax(-1).astype(jnp.int32)
+        _, rest = jax.lax.scan(body, (cache, first), 13 + jnp.arange(14, dtype=jnp.int32))
+        return jnp.concatenate([first[None], rest]).T
+
+    found = np.asarray(decode(params, cache, jnp.asarray(prompts, jnp.int32)))
+    for row, done in zip(found, llm.generate(prompts, greedy(15)), strict=True):
+        assert row.tolist() == list(done.token_ids)
+
+
+def test_a_pure_step_needs_one_device():
+    with pytest.raises(OptionError, match="step_fn"):
+        _llm("host").step_fn()
+
+
+@EVERY_KIND
+def test_logits_of_lists(kind: str):
+    llm = _llm(kind)
+    prompts = [random_ids(n, seed=n) for n in (1, 16, 30, CTX)]
+    found = llm.logits(prompts)
+    for prompt, logits in zip(prompts, found, strict=True):
+        assert logits.shape == (len(prompt), 130) and logits.dtype == np.float32
+        np.testing.assert_array_equal(logits, llm.logits(tuple(prompt)))
+        assert_close(logits, _llm("fused").logits(prompt))
+    assert_empty(llm)
