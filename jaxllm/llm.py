@@ -207,7 +207,7 @@ class LLM:
         mesh = open_mesh(devices)
         options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
         model = plan_model(block, cfg, mesh, options, dtype)
-        return cls(model, RandomSource(seed), None, place=place)
+        return cls(model, RandomSource(model.whole.cfg, seed), None, place=place)
 
     @property
     def plan(self) -> Plan:

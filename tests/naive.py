@@ -22,7 +22,7 @@ def weights(cfg: ModelConfig, block: type[Block], seed: int = 0) -> dict[str, np
     found = {}
     for slot in slots(whole_model(block, cfg, "float32")):
         out = np.zeros(slot.shape, np.float32)
-        RandomSource(seed).fill(slot, tuple(slice(0, n) for n in slot.shape), out)
+        RandomSource(cfg, seed).fill(slot, tuple(slice(0, n) for n in slot.shape), out)
         found[slot.path] = out.astype(np.float64)
     return found
 

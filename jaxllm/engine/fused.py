@@ -158,13 +158,17 @@ class FusedEngine(Engine):
             mesh=self.mesh,
         )
         out = jax.device_get(out)
-        if isinstance(out, Top):
-            parts = [out] if self.mesh is None else [Top(*p) for p in zip(*out, strict=True)]
-            return merge_top(parts, top)
         if self.mesh is None:
-            return merge_logits([out])
+            return merge_top([out], top) if isinstance(out, Top) else merge_logits([out])
+        # What a slice is padded with is cut off: it is not of this vocabulary.
         counts = [stop - start for start, stop in self.plan.vocab]
-        return merge_logits([p[..., :n] for p, n in zip(out, counts, strict=True)])
+        if not isinstance(out, Top):
+            return merge_logits([p[..., :n] for p, n in zip(out, counts, strict=True)])
+        parts = [
+            Top(out.values[i][..., :n], out.ids[i][..., :n], None if top == 1 else out.lse[i])
+            for i, n in enumerate(counts)
+        ]
+        return merge_top(parts, top)
 
 
 def empty_rings(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> tuple[Ring, ...]:

@@ -45,28 +45,41 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        limits = (
+        for name, low, high in (
             ("max_tokens", 1, math.inf),
-            ("temperature", 0, math.inf),
             ("top_k", 0, math.inf),
-            ("top_p", 0, 1),
-            ("min_p", 0, 1),
             ("repeat_last_n", -1, math.inf),
             ("logprobs", 0, TOPS[-1]),
             ("seed", 0, math.inf),
-        )
-        for name, low, high in limits:
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                until = "" if high == math.inf else f" and at most {high}"
-                raise OptionError(f"{name} must be at least {low}{until}, not {value}")
-        for name in ("repeat_penalty", "presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise OptionError(f"{name} must be a finite number, not {getattr(self, name)}")
+        ):
+            self._check(name, int, low, high, optional=name in ("logprobs", "seed"))
+        for name, low, high in (
+            ("temperature", 0, math.inf),
+            ("top_p", 0, 1),
+            ("min_p", 0, 1),
+            ("repeat_penalty", 0, math.inf),
+            ("presence_penalty", -math.inf, math.inf),
+            ("frequency_penalty", -math.inf, math.inf),
+        ):
+            self._check(name, float, low, high)
         if self.repeat_penalty <= 0:
             raise OptionError(f"repeat_penalty must be above 0, not {self.repeat_penalty}")
         if not all(self.stop):
             raise OptionError("a stop text must not be empty")
+
+    def _check(
+        self, name: str, kind: type, low: float, high: float, optional: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        kinds = int if kind is int else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
+            what = "a whole number" if kind is int else "a finite number"
+            raise OptionError(f"{name} must be {what}, not {value!r}")
+        if not low <= value <= high:
+            until = "" if high == math.inf else f" and at most {high}"
+            raise OptionError(f"{name} must be at least {low}{until}, not {value}")
 
     @property
     def penalised(self) -> bool:
@@ -78,10 +91,10 @@ class SamplingParams:
     def top(self) -> int:
         """The smallest of `TOPS` that holds all that this request can look at, 0 if none does."""
         need = 1 if self.temperature == 0 else self.top_k
-        if self.logprobs is not None:
-            need = max(need, self.logprobs, 2)
         if self.penalised or need == 0:
             return 0
+        if self.logprobs is not None:
+            need = max(need, self.logprobs, 2)
         return next((top for top in TOPS if top >= need), 0)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from test_mesh_families import MODELS
 
 import naive
 from support import assert_close, make_llm, random_ids, run
-from test_mesh_families import MODELS
 
 
 @pytest.mark.smoke

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,13 +46,13 @@ def _ring_bytes(llm: LLM, device: int) -> int:
 
 
 def _live_bytes(devices: list[Any]) -> np.ndarray:
-    """Bytes of all arrays in the memory of each device."""
+    """Bytes of all arrays in the memory of each device, itself."""
+    gc.collect()
     held = dict.fromkeys(devices, 0)
     for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            on_device = shard.data.sharding.memory_kind != "pinned_host"
-            if on_device and shard.device in held:
-                held[shard.device] += shard.data.nbytes
+        [device, *others] = array.devices()
+        if not others and device in held and array.sharding.memory_kind != "pinned_host":
+            held[device] += array.nbytes
     return np.asarray(list(held.values()))
 
 

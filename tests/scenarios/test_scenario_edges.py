@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.cache.attention import (
     Ring,
     attend_pages,
@@ -21,8 +17,6 @@ from jaxllm.cache.attention import (
     queries_first,
     start_carry,
 )
-from jaxllm.cache.store import group_sizes
-from jaxllm.engine.generate import chunk_sizes
 from jaxllm.testing import random_llm
 from scenarios.runs import config
 from support import assert_close, nmse, random_ids, run
@@ -85,22 +79,6 @@ def test_a_page_and_a_rest_are_one_pass(scale: float, masked: str | None):
     assert nmse(finish(whole, jnp.dtype(jnp.float32)), _one_pass(q, k, v, scale)) < 1e-12
 
 
-@contextmanager
-def _compilations() -> Iterator[list[str]]:
-    """Events of the compiler while the context is open."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **_: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
 @pytest.fixture(scope="module")
 def reference() -> LLM:
     """One device, one program."""
@@ -117,24 +95,3 @@ def test_prompts_at_the_edges_of_pages(devices: int, page: int, reference: LLM):
         ids, forced = random_ids(length, MODEL.vocab, seed=length), [3, 1, 4]
         found, expected = (run(each, ids, forced) for each in (llm, reference))
         assert_close(found.logits, expected.logits, what=f"{length} tokens")
-
-
-@pytest.mark.xdist_group("edges-compilations")
-@pytest.mark.parametrize("page", [16, 64, 256])
-def test_compilations_follow_sizes_of_chunks_not_prompts(page: int):
-    """Programs are as many as kinds of work, times chunk sizes or group sizes; none is new after
-    warm-up."""
-    cfg = config(8, 4, embed=192 + page // 16 * 32)  # programs that no other test has compiled
-    llm = random_llm(cfg, devices=1, page=page, kv="host", **LONG)
-    chunks = len(chunk_sizes(LONG["ubatch"])) + 1
-    groups = len(group_sizes(llm.plan.options.group_pages))
-    with _compilations() as ahead:
-        llm.warmup()
-    stages, heads = 5, 8  # embed and stages; heads of every number of candidates
-    assert 0 < len(ahead) <= chunks * (stages + heads + groups) + 2 * groups + 8
-    greedy = SamplingParams(max_tokens=4, temperature=0)
-    with _compilations() as later:
-        for length in (*LENGTHS, 1, 100, 300, 700):
-            llm.generate(random_ids(length, MODEL.vocab), greedy)
-            llm.logits(random_ids(length, MODEL.vocab))
-    assert not later, f"{len(later)} programs were compiled after warm-up"

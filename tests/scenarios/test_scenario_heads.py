@@ -90,7 +90,7 @@ def test_labels_of_any_length_on_eight_devices():
         infos = [DeviceInfo(f"{i}".rjust(length, "x")) for i in range(8)]
         mesh = Mesh(tuple(infos), tuple(jax.devices()[:8]))
         planned = plan_model(PreNormBlock, model, mesh, options, "float32")
-        found.append(_run(LLM(planned, RandomSource(), None)))
+        found.append(_run(LLM(planned, RandomSource(planned.whole.cfg), None)))
     assert_same_bytes(found[1].logits, found[0].logits)
     assert_close(found[0].logits, _run(make_llm(model)).logits)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, OptionError, PromptError, SamplingParams
-from jaxllm.engine.generate import Request, generate
+from jaxllm.engine.generate import Request
 from jaxllm.engine.staged import StagedEngine
 from support import assert_close, make_llm, random_ids, small_model
 
@@ -36,8 +36,7 @@ def greedy(count: int) -> SamplingParams:
 
 def work_off(llm: LLM, requests: list[Request]) -> list[tuple[Request, int | None]]:
     """All events of requests that run through the engine of an LLM."""
-    options = llm.plan.options
-    return list(generate(llm.engine, requests, options.slots, options.ctx, options.ubatch))
+    return list(llm._run(requests))
 
 
 def assert_empty(llm: LLM) -> None:
@@ -232,8 +231,7 @@ def test_a_stream_is_the_completion(kind: str):
 def events(llm: LLM, count: int = 20) -> Iterator[tuple[Request, int | None]]:
     """Two requests that run together."""
     requests = [Request(i, random_ids(20 + i), greedy(count), frozenset()) for i in range(2)]
-    options = llm.plan.options
-    return generate(llm.engine, requests, options.slots, options.ctx, options.ubatch)
+    return llm._run(requests)
 
 
 @EVERY_KIND
@@ -252,8 +250,7 @@ def test_a_stream_that_is_dropped(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(llm, "tokenizer", Letters())
     pieces = llm.stream(random_ids(20), greedy(20))
     assert next(pieces).text == "a"
-    assert any(store.held_bytes()["pinned"] + store.held_bytes()["pageable"]
-               for store in llm.engine.stores)  # type: ignore[attr-defined]
+    assert any(llm.engine.stores[0].held_bytes().values())  # type: ignore[attr-defined]
     pieces.close()  # type: ignore[attr-defined]
     monkeypatch.undo()
     assert_usable(llm)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxllm import LLM, OptionError, SamplingParams
@@ -97,6 +97,7 @@ def reduced(logits: np.ndarray, top: int) -> Top:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), drawn=st.floats(0, 1, exclude_max=True))
 def test_a_draw_is_the_naive_one(name: str, seed: int, drawn: float):
     """The token at `drawn` of the cumulated probabilities."""
@@ -146,7 +147,7 @@ def test_the_row_asked_for(row: int):
     logits = np.eye(3, 8, dtype=np.float32) * 50
     sampler = Sampler(SamplingParams(seed=0), [0])
     assert sampler.next(logits, row)[0] == row
-    assert sampler.next(Top(*(np.concatenate([part] * 3) for part in reduced(logits[row:], 5))), row)
+    assert sampler.next(reduced(logits, 5), row)[0] == row
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30])
@@ -200,7 +201,7 @@ def test_reduced_logits_draw_the_same(name: str, logprobs: int | None):
 
 
 @pytest.mark.parametrize(
-    ("settings", "top"),
+    ("changes", "top"),
     [
         (dict(temperature=0), 1),
         (dict(temperature=0, logprobs=0), 64),
@@ -213,8 +214,8 @@ def test_reduced_logits_draw_the_same(name: str, logprobs: int | None):
         (dict(temperature=0, repeat_penalty=1.1, repeat_last_n=0), 1),
     ],
 )
-def test_how_many_of_the_largest_logits_are_enough(settings: dict[str, Any], top: int):
-    assert SamplingParams(**settings).top == top
+def test_how_many_of_the_largest_logits_are_enough(changes: dict[str, Any], top: int):
+    assert SamplingParams(**changes).top == top
 
 
 def test_one_reduction_for_a_batch():
@@ -279,11 +280,11 @@ def _llm(mesh: str, vocab: int = VOCAB) -> LLM:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("settings", [dict(temperature=0), dict(seed=3, temperature=2.0)])
+@pytest.mark.parametrize("changes", [dict(temperature=0), dict(seed=3, temperature=2.0)])
 def test_a_model_draws_the_same_from_reduced_logits(
-    mesh: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    mesh: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    params = SamplingParams(max_tokens=20, **settings)
+    params = SamplingParams(max_tokens=20, **changes)
     found = _llm(mesh).generate([random_ids(20)], params)[0].token_ids
     monkeypatch.setattr(SamplingParams, "top", property(lambda self: 0))
     assert found == _llm(mesh).generate([random_ids(20)], params)[0].token_ids

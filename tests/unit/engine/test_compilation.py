@@ -1,0 +1,111 @@
+"""Programs are compiled ahead by a warm-up, once, and for every model of the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.testing import random_llm, small_config
+from support import random_ids
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+_running: list[list[float]] = []
+
+
+def _heard(event: str, seconds: float, **_: Any) -> None:
+    if event == EVENT:
+        for found in _running:
+            found.append(seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+@contextmanager
+def compilations() -> Iterator[list[float]]:
+    """The seconds of every program that is compiled, or read from disk, inside."""
+    found: list[float] = []
+    _running.append(found)
+    try:
+        yield found
+    finally:
+        _running.remove(found)
+
+
+SPLIT = dict(devices=3, split_mode="tensor", attn_split="2,1,0", parallel=2)
+KINDS: dict[str, dict[str, Any]] = {
+    "fused": dict(devices=1),
+    "fused on two": dict(devices=2, split_mode="tensor", engine="fused"),
+    "host": dict(devices=1, kv="host"),
+    "uneven, host": dict(SPLIT, kv="host"),
+    "uneven, device": dict(SPLIT, kv="device"),
+    "layers on two": dict(devices=2, split_mode="layer", parallel=2),
+}
+CONFIG = small_config(k_dim=16, embed=32, mlp=48)
+
+
+def make(kind: str, **changes: Any) -> LLM:
+    defaults = dict(ctx=1024, page=32, ubatch=64)
+    return random_llm(CONFIG, **(defaults | KINDS[kind] | changes))
+
+
+def use(llm: LLM, *budgets: int) -> None:
+    """Prompts of several chunk sizes; rows that end at different times, drawn in several ways."""
+    prompts = [random_ids(n, 128, seed=n) for n in (150, 3, 85)]
+    for budget in budgets:
+        llm.generate(prompts, SamplingParams(max_tokens=budget, temperature=0))
+    llm.generate(prompts[1:], SamplingParams(max_tokens=40, seed=1))
+    llm.generate([prompts[0]], SamplingParams(max_tokens=4, seed=1, repeat_penalty=1.1))
+    llm.generate([prompts[0]], SamplingParams(max_tokens=4, seed=1, logprobs=3))
+    llm.logits(prompts[0])
+
+
+def test_a_compilation_is_heard():
+    with compilations() as found:
+        jax.jit(lambda x: x * 3 + 1)(2.0)
+    assert found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_compiled_after_a_warm_up(kind: str):
+    """Over 600 tokens, through pages, groups of pages and chunks of every size."""
+    llm = make(kind)
+    llm.warmup()
+    with compilations() as found:
+        use(llm, 600, 70)
+    assert len(found) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fused", "host", "uneven, host"])
+def test_windows_and_smaller_groups(kind: str):
+    """Pages that leave a window cut their group."""
+    cfg = small_config(k_dim=16, embed=32, mlp=48, window=100)
+    llm = random_llm(cfg, ctx=1024, page=32, ubatch=64, group_pages=4, **KINDS[kind])
+    llm.warmup()
+    with compilations() as found:
+        use(llm, 400)
+    assert len(found) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_equal_model_compiles_nothing(kind: str):
+    use(make(kind, ctx=256), 50)
+    with compilations() as found:
+        use(make(kind, ctx=256), 50)
+    assert len(found) == 0
+
+
+def test_a_warm_up_forgets_what_it_ran():
+    for kind in ("fused", "host", "uneven, host"):
+        llm, prompt = make(kind, ctx=256), random_ids(70, 128)
+        params = SamplingParams(max_tokens=40, temperature=0)
+        before = llm.generate([prompt], params)[0].token_ids
+        llm.warmup()
+        assert llm.generate([prompt], params)[0].token_ids == before
