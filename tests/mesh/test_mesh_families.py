@@ -8,48 +8,22 @@ from functools import cache
 import numpy as np
 import pytest
 
-from jaxllm import ModelConfig
-from jaxllm.models.block import Block
-from jaxllm.models.config import Rope
-from jaxllm.models.decoder import PreNormBlock, SandwichBlock
+from mesh_models import MODELS
 from support import (
     PLACES,
     Trace,
     assert_close,
     assert_same_bytes,
-    layer_config,
     make_llm,
     model_config,
     planned_bytes,
     random_ids,
     run,
-    small_model,
     with_layers,
 )
 
 PROMPT, STEPS = 40, 26  # the steps cross a page and the window's edge
 CUTS = {2: "3,1", 3: "2,1,0", 5: "3,1,0,2,1", 8: "1,0,0,2,0,0,0,1"}
-HALVES = Rope(theta=10000.0, dim=16, pairs="halves")
-PARTIAL = Rope(theta=10000.0, dim=8, pairs="halves", scale=8.0, factors=True)
-
-
-def _windows(window: int) -> ModelConfig:
-    layers = [layer_config(8, 2, 16, mlp=211, activation="gelu", softcap=30.0, rope=HALVES)]
-    layers.append(with_layers(model_config(layers), window=window, softcap=None).layers[0])
-    return model_config(layers, embed_scale=8.0, logit_softcap=3.0)
-
-
-MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
-    "llama": (PreNormBlock, small_model()),
-    "llama-factors": (PreNormBlock, with_layers(small_model(), rope=PARTIAL)),
-    "qwen2": (PreNormBlock, with_layers(small_model(tied=False), qkv_bias=True, rope=HALVES)),
-    "qwen3": (PreNormBlock, with_layers(small_model(), qk_norm=True, scale=0.25, rope=HALVES)),
-    "gemma2": (SandwichBlock, _windows(24)),
-    "gemma3": (SandwichBlock, with_layers(_windows(32), qk_norm=True, scale=0.25, softcap=None)),
-    "head-bias": (PreNormBlock, small_model(tied=False, head_bias=True)),
-    "wide-keys": (PreNormBlock, with_layers(small_model(), k_dim=192, v_dim=128, scale=5.0)),
-    "wide-values": (PreNormBlock, with_layers(small_model(), v_dim=24)),
-}
 FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3")
 
 
@@ -100,7 +74,8 @@ def _check_fused(
 
 
 EVERY = [pytest.param(n, d, marks=_group(n)) for n in FAMILIES for d in CUTS]
-SOME = [pytest.param(n, 3, marks=_group(n)) for n in MODELS if n not in (*FAMILIES, "llama")]
+OTHERS = ("llama-factors", "head-bias", "wide-keys", "wide-values")
+SOME = [pytest.param(n, 3, marks=_group(n)) for n in OTHERS]
 
 
 @pytest.mark.parametrize(("name", "devices"), [*EVERY, *SOME, ("llama-factors", 8)])
@@ -159,23 +134,18 @@ def test_roundings(rounding: str, dither: bool):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("replicate", [False, True])
-def test_few_heads(devices: int, replicate: bool):
+@pytest.mark.parametrize(("name", "heads"), [("one-of-8", 1), ("two-of-4", 2), ("three-of-4", 3)])
+def test_few_heads(name: str, heads: int, devices: int, replicate: bool):
     """Fewer KV heads than devices: some devices without attention, or KV heads stored twice."""
-    for name, heads, queries in (("one", 1, 8), ("two", 2, 4), ("three", 3, 4)):
-        MODELS[name] = (PreNormBlock, model_config([layer_config(heads, queries, 16, mlp=211)] * 2))
-        cut = dict(devices=devices, split_mode="tensor", kv_replicate=replicate)
-        staged = _check(name, **cut)
-        _check_fused(name, staged, **cut)
-        busy = np.flatnonzero(staged.sent[-1])
-        if replicate:
-            assert len(busy) == devices
-        else:
-            assert len(busy) == min(devices, heads)
+    cut = dict(devices=devices, split_mode="tensor", kv_replicate=replicate)
+    staged = _check(name, **cut)
+    _check_fused(name, staged, **cut)
+    busy = len(np.flatnonzero(staged.sent[-1]))
+    assert busy == (devices if replicate else min(devices, heads))
 
 
 def test_replication_over_chosen_devices():
     cut = dict(devices=3, split_mode="tensor", attn_split="2,0,1", tensor_split="1,1,1")
-    MODELS["one"] = (PreNormBlock, model_config([layer_config(1, 6, 16, mlp=211)] * 2))
-    staged = _check("one", **cut, kv_replicate=True)
+    staged = _check("one-of-6", **cut, kv_replicate=True)
     assert not staged.sent[:, 1].any()
     assert staged.sent[-1, 0] > 0 and staged.sent[-1, 2] > 0

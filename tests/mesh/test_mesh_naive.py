@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_mesh_families import MODELS
 
 import naive
+from mesh_models import MODELS
 from support import assert_close, make_llm, random_ids, run
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", [n for n in MODELS if n not in ("one", "two", "three")])
+@pytest.mark.parametrize("name", MODELS)
 def test_one_device(name: str):
     block, model = MODELS[name]
     prompt, forced = random_ids(40), random_ids(20, seed=1)

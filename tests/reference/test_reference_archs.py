@@ -123,6 +123,18 @@ def test_ragged_batch(name: str, engine: str, shared: Path):
         assert nmse(np.asarray(together)[:, row], expected) <= LIMIT
 
 
+@pytest.mark.parametrize("engine", ["fused", "staged"])
+@pytest.mark.parametrize("name", ["llama-dense", "qwen2-dense"])
+def test_repeated_heads(name: str, engine: str):
+    """Two KV heads over four devices, each stored twice; biases are repeated with their heads."""
+    with np.load(archs.DATA / f"{name}.npz") as file:
+        reference = {key: file[key] for key in file.files}
+    cut = dict(devices=4, split_mode="tensor", kv_replicate=True, engine=engine)
+    llm = _load(archs.write(archs.DATA / f"{name}.json.gz"), **cut, **SMALL)
+    assert [layer.replication for layer in llm.plan.layers] == [2] * 4
+    _check(llm, reference)
+
+
 @pytest.mark.parametrize("engine", ["fused", "host"])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_file(name: str, engine: str, shared: Path):

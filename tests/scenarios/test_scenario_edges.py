@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import LLM
+from jaxllm import LLM, SamplingParams
 from jaxllm.cache.attention import (
     Ring,
     attend_pages,
@@ -17,6 +21,8 @@ from jaxllm.cache.attention import (
     queries_first,
     start_carry,
 )
+from jaxllm.cache.store import group_sizes
+from jaxllm.engine.generate import chunk_sizes
 from jaxllm.testing import random_llm
 from scenarios.runs import config
 from support import assert_close, nmse, random_ids, run
@@ -95,3 +101,41 @@ def test_prompts_at_the_edges_of_pages(devices: int, page: int, reference: LLM):
         ids, forced = random_ids(length, MODEL.vocab, seed=length), [3, 1, 4]
         found, expected = (run(each, ids, forced) for each in (llm, reference))
         assert_close(found.logits, expected.logits, what=f"{length} tokens")
+
+
+@contextmanager
+def _compilations() -> Iterator[list[str]]:
+    """Events of the compiler while the context is open."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.xdist_group("edges-compilations")
+def test_compilations_follow_sizes_of_chunks_not_prompts():
+    """Programs are as many as kinds of work, times chunk sizes or group sizes; lengths on both
+    sides of the edges of chunks and pages ask for no more."""
+    cfg = config(8, 4, layers=1, embed=192)  # programs that no other test has compiled
+    llm = random_llm(cfg, devices=1, page=64, group_pages=4, kv="host", **LONG)
+    chunks = len(chunk_sizes(LONG["ubatch"])) + 1
+    groups = len(group_sizes(llm.plan.options.group_pages))
+    greedy = SamplingParams(max_tokens=4, temperature=0)
+
+    def serve(lengths: tuple[int, ...]) -> int:
+        with _compilations() as seen:
+            for length in lengths:
+                llm.generate(random_ids(length, MODEL.vocab), greedy)
+        return len(seen)
+
+    found = serve((10, 40, 100, *LENGTHS, 560, 700))
+    stages = 4  # the embedding, into the layer, out of it, and the head
+    assert 0 < found <= chunks * (stages + groups) + 2 * groups
+    assert serve((5, 16, 17, 64, 65, 254, 258, 300, 510, 514, 570, 690)) == 0
