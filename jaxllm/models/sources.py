@@ -113,11 +113,11 @@ class GGUFSource(TensorSource):
             for name, want in zip(slot.source, self.shapes(slot), strict=True):
                 info = self.file.tensors.get(name)
                 if info is None:
-                    problems.append(f"{name!r} is missing")
+                    problems.append(f"{name} is missing")
                 elif not supported(info.type):
-                    problems.append(f"{name!r} is stored as {info.type.name}, which cannot be read")
+                    problems.append(f"{name} is stored as {info.type.name}, which cannot be read")
                 elif tuple(info.shape) != want:
-                    problems.append(f"{name!r} is {list(info.shape)}, expected {list(want)}")
+                    problems.append(f"{name} is {list(info.shape)}, expected {list(want)}")
         if problems:
             more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
             raise ModelError(

@@ -81,15 +81,15 @@ def test_an_unknown_tensor_type_is_named(refused: Refused, tmp_path: Path):
     at = data.index(name) + len(name) + 4 + 2 * 8
     path.write_bytes(data[:at] + (250).to_bytes(4, "little") + data[at + 4 :])
     message = both(refused, path, GGUFError)
-    assert "250" in message and "'blk.1.ffn_up.weight'" in message
+    assert "250" in message and "blk.1.ffn_up.weight" in message
 
 
 def test_a_tensor_type_that_cannot_be_read_is_named(refused: Refused, tmp_path: Path):
     kind = gguf.GGMLQuantizationType.Q8_1
     path = write_model(tmp_path / "m.gguf", raw={"blk.1.ffn_up.weight": kind})
     message = refused("generate", "-m", path, "hello", *TINY)
-    assert "Q8_1" in message and "'blk.1.ffn_up.weight'" in message
-    with pytest.raises(GGUFError, match="Q8_1"):
+    assert "Q8_1" in message and "blk.1.ffn_up.weight" in message
+    with pytest.raises(ModelError, match="Q8_1"):
         LLM.from_gguf(path, ctx=64)
 
 
