@@ -128,7 +128,7 @@ def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
     blocks = [
         GGML_QUANT_SIZES[info.type][0]
         for name, info in file.tensors.items()
-        if name.endswith("ffn_down.weight")
+        if name.endswith(("ffn_down.weight", "ffn_down_exps.weight"))
     ]
     model = plan_model(kin.block, cfg, mesh, options, dtype, max([32, *blocks]))
     GGUFSource(file, model.whole.cfg).check(slots(model.whole))

@@ -36,6 +36,7 @@ _DECLARED = (
     Axis("embed", "none", "one channel of the residual stream"),
     Axis("head_rows", "none", "one row of the projections that belong to a KV group"),
     Axis("head_dim", "none", "one channel of a head"),
+    Axis("expert", "none", "one MLP of a mixture, every device holding its own columns of it"),
     Axis("pair", "none", "which of the tensors joined into one (gate and up, for example)"),
     Axis("rope", "none", "one rotary frequency"),
 )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, precision_of
 
+TILE = 128  # queries of a chunk that are folded together over the chunk's own keys
 LOWEST = -1e30  # finite, so that exp(m - m) is 1 where nothing has been seen yet
 
 
@@ -137,9 +138,13 @@ def ring_block(ring: Ring, row: Array, rows: int, first: Array, page: int) -> tu
 
 
 def ring_step(chunk: int, capacity: int) -> int:
-    """Positions of the blocks in which a ring is folded for a chunk of so many queries: small
-    where a step should cost what its context does, large where products should be large."""
-    return min(max(128, min(chunk, 512)), capacity & -capacity)
+    """Positions of the blocks in which a ring is folded for a chunk of so many queries.
+
+    One query reads at most an eighth of the ring for nothing, and never folds more than eight
+    blocks of a long one; a chunk wants products that are large and scores that stay small.
+    """
+    wanted = max(128, capacity // 8 if chunk == 1 else min(chunk, 512))
+    return min(1 << (wanted.bit_length() - 1), capacity & -capacity)
 
 
 def attend_ring(
@@ -155,6 +160,8 @@ def attend_ring(
     if cfg.window is not None:
         oldest = jnp.maximum(positions.min() - cfg.window + 1, 0) // block
     floor = jnp.zeros((rows,), jnp.int32)
+    alone = rows == 1 and chunk > TILE  # then the chunk itself is folded as a triangle
+    ends = positions[:, :1] if alone else positions[:, -1:] + 1
 
     def fold(i: Array, carry: Carry) -> Carry:
         # The same slice of every row: a plain slice, where rows of their own would be a gather.
@@ -165,9 +172,30 @@ def attend_ring(
             for c in ring
         )
         k_pos = jnp.broadcast_to(i * block + jnp.arange(block), (rows, block))
-        return attend_block(cfg, carry, q, k, v, visible_positions(cfg, positions, k_pos, floor))
+        seen = visible_positions(cfg, positions, k_pos, floor) & (k_pos < ends)[:, None]
+        return attend_block(cfg, carry, q, k, v, seen)
 
-    return jax.lax.fori_loop(oldest, positions.max() // block + 1, fold, carry)
+    carry = jax.lax.fori_loop(oldest, -(-ends.max() // block), fold, carry)
+    if alone:
+        k, v = ring_block(ring, row, 1, positions[:, 0], chunk)
+        carry = attend_itself(cfg, carry, q, k, v)
+    return carry
+
+
+def attend_itself(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array) -> Carry:
+    """Fold the keys [N, K, T, H] and values of the queries' own chunk, a tile of queries at a time
+    over the keys that it sees: half of the square."""
+    tiles = []
+    for first in range(0, q.shape[3], TILE):
+        last = min(first + TILE, q.shape[3])
+        oldest = 0 if cfg.window is None else max(0, first - cfg.window + 1) // TILE * TILE
+        q_pos, k_pos = jnp.arange(first, last)[None], jnp.arange(oldest, last)[None]
+        seen = visible_positions(cfg, q_pos, k_pos, jnp.zeros((1,), jnp.int32))
+        part = Carry(*(c[:, :, :, first:last] for c in carry))
+        keys = slice(oldest, last)
+        part = attend_block(cfg, part, q[:, :, :, first:last], k[:, :, keys], v[:, :, keys], seen)
+        tiles.append(part)
+    return Carry(*(jnp.concatenate(parts, axis=3) for parts in zip(*tiles, strict=True)))
 
 
 def attend_tail(

@@ -46,6 +46,8 @@ class LayerConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    experts: int = 0  # MLPs that a router picks from; 0 for a dense layer
+    experts_used: int = 0  # picked for each token
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
 
     def replicated(self, times: int) -> LayerConfig:

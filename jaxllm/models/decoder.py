@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig
+from jaxllm.models.experts import RoutedMLP
 from jaxllm.models.layers import QKV, Array, GatedMLP, HeadsOut, RMSNorm, RopeTable
 
 
@@ -23,7 +24,8 @@ class PreNormBlock(Block):
         self.rope = RopeTable(cfg.rope)
         self.out = HeadsOut(cfg, kv_heads, embed, dtype)
         self.mlp_norm = RMSNorm(embed, cfg.eps, "ffn_norm.weight")
-        self.gated = GatedMLP(cfg, columns, embed, dtype)
+        gated = RoutedMLP if cfg.experts else GatedMLP
+        self.gated = gated(cfg, columns, embed, dtype)
 
     def before_attention(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         q, k, v = self.qkv(self.attn_norm(x))

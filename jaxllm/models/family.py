@@ -45,21 +45,34 @@ def read_rope(
     )
 
 
+def read_experts(meta: Metadata, known: bool) -> dict[str, int]:
+    """The fields of a layer whose MLP is a mixture of experts; none of a dense one."""
+    count, used = int(meta.get("expert_count", 0)), int(meta.get("expert_used_count", 0))
+    if not count:
+        return {}
+    if not known:
+        raise ModelError(
+            f"{meta.architecture} with {count} experts is not supported; "
+            "use a dense model of this architecture"
+        )
+    if not 0 < used <= count:
+        raise ModelError(f"expert_used_count is {used}; it must be between 1 and {count} experts")
+    return {"experts": count, "experts_used": used}
+
+
 def read_layer(
     meta: Metadata,
     tensors: Tensors,
     pairs: Literal["neighbours", "halves"],
+    experts: bool = False,
     **changes: Any,
 ) -> list[LayerConfig]:
     """The layers as plain decoders have them; `changes` sets a field of every layer.
 
-    Head counts and MLP columns may differ by layer (arrays in the metadata).
+    Head counts and MLP columns may differ by layer (arrays in the metadata). `experts` says that
+    the family has a form with a mixture of them.
     """
-    if meta.get("expert_count", 0):
-        raise ModelError(
-            f"{meta.architecture} with {meta.get('expert_count')} experts is not supported; "
-            "use a dense model of this architecture"
-        )
+    changes = read_experts(meta, experts) | changes
     embed = meta.require("embedding_length", int)
     count = meta.require("block_count", int)
     heads = meta.per_layer("attention.head_count", count)

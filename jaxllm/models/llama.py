@@ -1,4 +1,4 @@
-"""llama: Llama 1 to 3, Mistral, SmolLM and others converted under this architecture."""
+"""llama: Llama 1 to 3, Mistral, Mixtral, SmolLM and others converted under this architecture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from jaxllm.models.family import Family, Tensors, read_layer, read_model
 
 def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """GGUF's llama files hold permuted Q and K rows, so rope turns neighbouring pairs."""
-    return read_model(meta, tensors, read_layer(meta, tensors, pairs="neighbours"))
+    layers = read_layer(meta, tensors, pairs="neighbours", experts=True)
+    return read_model(meta, tensors, layers)
 
 
 FAMILY = Family(PreNormBlock, configure)

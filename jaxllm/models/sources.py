@@ -6,6 +6,7 @@ A parameter's `form` says how GGUF tensors, seen as [rows, columns], are laid to
     columns  one tensor [out, in] whose columns are split; the parameter may show `in` as two dims
     stack    gate and up, one after the other, rows split
     qkv      query, key and value rows of each KV group together
+    experts_columns, experts_stack   of every expert of a mixture, columns or stack
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from jaxllm.models.weights import Slot
 
 def _flat(index: slice, unit: int) -> slice:
     return slice(index.start * unit, index.stop * unit)
+
+
+def _shift(index: slice, by: int) -> slice:
+    return slice(index.start + by, index.stop + by)
 
 
 class TensorSource(ABC):
@@ -47,6 +52,8 @@ class TensorSource(ABC):
             return [(slot.shape[0], int(np.prod(slot.shape[1:])))]
         if slot.form == "stack":
             return [slot.shape[1:]] * 2
+        if slot.form == "experts_stack":
+            return [(slot.shape[0], *slot.shape[2:])] * 2
         return [slot.shape]
 
     def _qkv_rows(self, slot: Slot) -> list[int]:
@@ -70,6 +77,15 @@ class TensorSource(ABC):
         elif slot.form == "stack":
             for half, tensor in zip(out, tensors, strict=True):
                 self.copy(*tensor, index[1], index[2], half)
+        elif slot.form == "experts_stack":
+            for expert, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
+                rows = _shift(index[2], expert * slot.shape[2])
+                for half, tensor in zip(own, tensors, strict=True):
+                    self.copy(*tensor, rows, index[3], half)
+        elif slot.form == "experts_columns":
+            for expert, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
+                rows = _shift(index[1], expert * slot.shape[1])
+                self.copy(*tensors[0], rows, index[2], own)
         elif out.ndim == 1:
             self.copy(*tensors[0], slice(0, 1), index[0], out[None])
         else:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import archs
-from jaxllm import LLM, ModelError
+from jaxllm import LLM
 from support import feed, nmse, step
 
 LIMIT = 1e-9
 NAMES = (
     "llama",
     "llama-dense",
+    "llama-moe",
     "llama-tied-ropefreqs",
     "qwen2-dense",
     "qwen3",
@@ -146,8 +147,3 @@ def test_quantised_file(name: str, engine: str, shared: Path):
             if key.endswith("_dequant_f32") or key == "tokens"
         }
     _check(_load(path, **ENGINES[engine]), reference)
-
-
-def test_experts_are_refused(shared: Path):
-    with pytest.raises(ModelError, match="8 experts"):
-        _load(_spec("llama-moe"), ctx=128)
