@@ -89,18 +89,30 @@ def test_one_of_a_family(name: str):
     _check(_load(path, **ENGINES["host"]), reference)
 
 
+def _cases(everywhere: tuple[str, ...], some: tuple[str, ...], of: tuple[str, ...]) -> list[Any]:
+    """(name, engine): engines `everywhere` for every name, and `some` for those `of` them."""
+    return [
+        pytest.param(name, engine, marks=pytest.mark.xdist_group(f"arch-{name}"))
+        for name in NAMES
+        for engine in (*everywhere, *(some if name in of else ()))
+    ]
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.xdist_group(f"arch-{n}")) for n in NAMES]
+    ("name", "engine"),
+    _cases(
+        ("fused", "host"),
+        ("fused-small", "staged", "uneven"),
+        ("llama", "llama-moe", "qwen3", "gemma3-pattern4"),
+    ),
 )
-@pytest.mark.parametrize("engine", ENGINES)
 def test_logits(name: str, engine: str, shared: Path):
     _check(_load(_spec(name), **ENGINES[engine]), _reference(shared, name))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.xdist_group(f"arch-{n}")) for n in NAMES]
+    ("name", "engine"), _cases(("host",), ("fused-small",), ("llama", "llama-moe", "gemma3"))
 )
-@pytest.mark.parametrize("engine", ["fused-small", "host"])
 def test_ragged_batch(name: str, engine: str, shared: Path):
     """Three sequences of other lengths decode together; each is what it is alone."""
     reference = _reference(shared, name)
