@@ -301,7 +301,8 @@ class LLM:
 
         fn(params, cache, tokens [B, T], starts [B]) -> (logits float32 [B, T, V], cache) runs all
         `parallel` rows; B and T of int32 tokens may be any as long as start mod ubatch + T stays
-        within ubatch. The cache given is an empty one of its own. One device, fused engine.
+        within ubatch and start + T within the context; a row's logits are NaN where they do not.
+        The cache given is an empty one of its own. One device, fused engine.
         """
         engine = self.engine
         if not isinstance(engine, FusedEngine) or engine.mesh is not None:
@@ -311,7 +312,7 @@ class LLM:
             )
         where = next(iter(engine.leaves.vocab.devices()))
         return StepFn(
-            pure_step(engine.model),
+            pure_step(engine.model, self.plan.options.ctx, self.plan.options.ubatch),
             engine.leaves,
             empty_rings(self.plan, engine.model, where),
         )

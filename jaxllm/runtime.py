@@ -13,6 +13,11 @@ def cache_root() -> Path:
     return Path(os.environ.get("JAXLLM_CACHE") or user_cache_dir("jaxllm"))
 
 
+def links_file() -> Path:
+    """Where measured rates of host links are kept."""
+    return cache_root() / "links.json"
+
+
 def keep_compiled_programs() -> None:
     """Let JAX keep compiled programs on disk, so that a second process starts in seconds.
 

@@ -35,10 +35,10 @@ class Delivery:
     in_flight: int
 
 
-def host_place(devices: Sequence[Any]) -> Place:
-    """Pinned host memory where every device offers it, else pageable."""
+def places(devices: Sequence[Any]) -> tuple[Place, ...]:
+    """Kinds of host memory that every device can be sent pages from, the fastest first."""
     kinds = [{m.kind for m in d.addressable_memories()} for d in devices]
-    return "pinned" if all("pinned_host" in k for k in kinds) else "pageable"
+    return ("pinned", "pageable") if all("pinned_host" in k for k in kinds) else ("pageable",)
 
 
 def host_array(values: np.ndarray, place: Place, device: Any) -> Any:

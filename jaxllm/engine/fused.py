@@ -26,6 +26,7 @@ from jaxllm.engine.local import (
     pack_step,
     unpack_step,
 )
+from jaxllm.errors import OptionError
 from jaxllm.models.block import BlockDef
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
@@ -111,16 +112,27 @@ def _head(
     return _per_device(mesh, local, 3, 1)(leaves, vocab, x, at)
 
 
-def pure_step(model: LocalModel) -> Callable[..., tuple[Array, tuple[Ring, ...]]]:
-    """fn(leaves, rings, tokens [B, T], starts [B]) -> (logits [B, T, V], rings), for one device."""
+def pure_step(
+    model: LocalModel, ctx: int, ubatch: int
+) -> Callable[..., tuple[Array, tuple[Ring, ...]]]:
+    """fn(leaves, rings, tokens [B, T], starts [B]) -> (logits [B, T, V], rings), for one device.
+
+    Positions are known only when the program runs: rows that would leave the context, or reach
+    across a multiple of `ubatch` (where a ring may end), get logits that are no numbers.
+    """
 
     def step(
         leaves: Leaves, rings: tuple[Ring, ...], tokens: Array, starts: Array
     ) -> tuple[Array, tuple[Ring, ...]]:
+        count = tokens.shape[1]
+        if count > ubatch:
+            raise OptionError(f"a step of {count} tokens is longer than ubatch {ubatch}; cut it")
         zeros = jnp.zeros((len(tokens), 1), jnp.int32)
         packed = jnp.concatenate([tokens, zeros, starts[:, None], zeros], axis=1, dtype=jnp.int32)
         x, rings = forward(model, leaves, rings, packed, lambda x: x)
-        return model.ends.bind(leaves.ends).logits(x), rings
+        written = (starts >= 0) & (starts + count <= ctx) & (starts % ubatch + count <= ubatch)
+        logits = model.ends.bind(leaves.ends).logits(x)
+        return jnp.where(written[:, None, None], logits, jnp.nan), rings
 
     return step
 

@@ -372,6 +372,19 @@ def test_a_pure_step_in_a_scan_is_greedy_generation():
         assert row.tolist() == list(done.token_ids)
 
 
+def test_a_pure_step_out_of_bounds_gives_no_numbers():
+    """Where a ring would end, or the context does; the other row is as it should be."""
+    llm = _llm("fused")
+    ubatch = llm.plan.options.ubatch
+    step, params, cache = llm.step_fn()
+    tokens = jnp.ones((2, 4), jnp.int32)
+    for bad in (ubatch - 3, CTX - 1, -1):
+        logits, _ = step(params, cache, tokens, jnp.asarray([0, bad], jnp.int32))
+        assert np.isfinite(logits[0]).all() and np.isnan(logits[1]).all()
+    with pytest.raises(OptionError, match="longer than ubatch"):
+        step(params, cache, jnp.ones((2, ubatch + 1), jnp.int32), jnp.zeros(2, jnp.int32))
+
+
 def test_a_pure_step_needs_one_device():
     with pytest.raises(OptionError, match="step_fn"):
         _llm("host").step_fn()

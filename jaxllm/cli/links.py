@@ -1,0 +1,70 @@
+"""`jaxllm links`: how fast host memory reaches each device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from jaxllm.cli.options import add_command
+from jaxllm.errors import OptionError
+
+_EXAMPLES = """\
+  jaxllm links
+  jaxllm links --copy-mib 1,4,16,64 --again
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the subcommand."""
+    summary = "Measure how fast pages in host memory reach each device"
+    parser = add_command(subparsers, "links", run, summary, _EXAMPLES)
+    parser.add_argument("--devices", type=int, metavar="N", help="devices (default all)")
+    sizes = "sizes of a copy in MiB (default 1,4,16,64)"
+    parser.add_argument("--copy-mib", default="1,4,16,64", metavar="SIZES", help=sizes)
+    ahead = "copies in flight (default 4)"
+    parser.add_argument("--prefetch", type=int, default=4, metavar="N", help=ahead)
+    parser.add_argument("--again", action="store_true", help="measure anew what is already known")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row for every device, kind of host memory and size of a copy."""
+    from jaxllm.llm import open_mesh
+    from jaxllm.runtime import links_file
+    from sharding.links import Delivery, measured, places
+
+    try:
+        sizes = [int(size) for size in args.copy_mib.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise OptionError(f"--copy-mib is {args.copy_mib!r}; give whole numbers of MiB, as 1,16")
+    if args.prefetch < 0:
+        raise OptionError(f"--prefetch is {args.prefetch}; it must be at least 0")
+    if args.again:
+        links_file().unlink(missing_ok=True)
+    mesh = open_mesh(args.devices)
+    rows = []
+    for place in places(mesh.jax_devices or ()):
+        for size in sizes:
+            how = Delivery(place, size << 20, args.prefetch)
+            for info in measured(mesh, how, links_file()).devices:
+                rows.append(
+                    {
+                        "device": info.label,
+                        "kind": info.kind,
+                        "memory": place,
+                        "copy_bytes": how.group_bytes,
+                        "gbps": info.link_gbps,
+                    }
+                )
+    if args.json:
+        print(json.dumps({"links": rows}))
+        return 0
+    print(f"{'device':<10}{'kind':<24}{'host memory':<14}{'copy':>8}{'GB/s':>8}")
+    for row in rows:
+        size = f"{row['copy_bytes'] >> 20} MiB"
+        print(
+            f"{row['device']:<10}{row['kind']:<24}{row['memory']:<14}{size:>8}{row['gbps']:>8.1f}"
+        )
+    return 0
