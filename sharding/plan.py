@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sharding.axes import axis
+from sharding.cache_types import check_rows
 from sharding.errors import DoesNotFit, PlanError
 from sharding.mesh import Mesh
-from sharding.options import CACHE_BYTES, EngineName, PlanOptions
+from sharding.options import EngineName, PlanOptions
 from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
 from sharding.shapes import LayerShape, ModelShape, TensorShape
 from sharding.splits import (
@@ -27,7 +28,6 @@ from sharding.splits import (
 )
 
 __all__ = [
-    "CACHE_BYTES",
     "LayerPlan",
     "LayerShape",
     "ModelShape",
@@ -263,8 +263,10 @@ def make_plan(
 
     Raises:
         ShareError: for another number of shares than devices.
-        PlanError: for options that do not go together, or a tensor nobody declared a split for.
+        PlanError: for options that do not go together, a head dim that the cache type does not
+            fit, or a tensor nobody declared a split for.
     """
+    check_rows(model, options.cache_type_k, options.cache_type_v)
     if options.split_mode == "tensor":
         layers, vocab = split_tensor(model, mesh, options)
         notes = _attention_notes(model, mesh, options, layers)

@@ -1,0 +1,68 @@
+"""Stored rows are ggml's blocks, byte for byte; rotations change no score."""
+
+from __future__ import annotations
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.cache.types import CACHE_TYPES, CacheType, hadamard, rotate
+from sharding import CACHE_BLOCKS, row_bytes
+
+DIM = 64
+QUANTISED = ("q8_0", "q4_0")
+
+
+def _ggml(name: str, x: np.ndarray) -> np.ndarray:
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    with np.errstate(over="ignore"):  # a scale past float16 is infinite
+        return gguf.quants.quantize(x.reshape(-1, x.shape[-1]), kind).reshape(*x.shape[:-1], -1)
+
+
+def _blocks(*values: float) -> np.ndarray:
+    """One row whose first block begins with these values."""
+    row = np.zeros((1, DIM), np.float32)
+    row[0, : len(values)] = values
+    return row
+
+
+def _random() -> np.ndarray:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((500, 4, DIM)).astype(np.float32)
+    return x * 10.0 ** random.uniform(-4, 4, (500, 4, 1)).astype(np.float32)
+
+
+HALVES = np.arange(-31, 32, 2, dtype=np.float32)
+CASES = {
+    "random": _random(),
+    "zeros": _blocks(),
+    "negative zero": _blocks(-0.0, 0.0),
+    "one value": _blocks(3.5),
+    "negative one": _blocks(-3.5),
+    "both signs of the largest": np.concatenate([_blocks(2, -2, 1), _blocks(-2, 2, 1)]),
+    "ties of q8_0": np.concatenate([_blocks(127, *HALVES[:31] / 2), -_blocks(127, *HALVES[1:] / 2)]),
+    "ties of q4_0": np.concatenate([_blocks(-8, *HALVES[:31] / 4), _blocks(8, *HALVES[1:] / 4)]),
+    "last values": np.nextafter(_blocks(127, 0.5, 1.5, -0.5, -2.5), np.float32(0)),
+    "huge": np.concatenate([_blocks(8e6, -1e6), _blocks(-3e38, 1e38)]),
+    "tiny": np.concatenate([_blocks(1e-5, 3e-6), _blocks(-2e-7, 1e-7), _blocks(1e-34, 3e-35)]),
+    "integers": np.arange(-64, 64, dtype=np.float32).reshape(2, DIM),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_bytes_are_ggmls(name: str, case: str):
+    kind, x = CACHE_TYPES[name], CASES[case]
+    stored = np.asarray(jax.jit(kind.encode)(x))
+    expected = _ggml(name, x)
+    assert stored.dtype == np.uint8 and stored.shape == (*x.shape[:-1], kind.row(DIM))
+    np.testing.assert_array_equal(stored, expected)
+    values = jax.jit(kind.decode, static_argnums=(1, 2))(stored, DIM, jnp.float32)
+    with np.errstate(invalid="ignore"):  # infinite scales
+        as_ggml = gguf.quants.dequantize(
+            expected.reshape(-1, expected.shape[-1]), gguf.GGMLQuantizationType[name.upper()]
+        )
+    np.testing.assert_array_equal(np.asarray(values).reshape(as_ggml.shape), as_ggml)
