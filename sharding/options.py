@@ -45,7 +45,7 @@ class PlanOptions:
         attn_split: shares of attention heads and their cache; unset follows `tensor_split`.
         kv: where full pages of the cache live.
         cache_type_k, cache_type_v: element types of the cache.
-        kv_rotate: rotate what a quantised cache stores, so that no value of a block is far larger
+        kv_rotate: rotate rows before they are quantised, so that none of their values is far larger
             than the others; None is on.
         engine: one program ("fused"), one a device and stage ("staged"), or whichever fits.
         rounding: largest remainder, or llama.cpp's cuts.

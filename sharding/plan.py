@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sharding.axes import axis
-from sharding.cache_types import check_rows
+from sharding.cache_types import check_rows, rotation_notes
 from sharding.errors import DoesNotFit, PlanError
 from sharding.mesh import Mesh
 from sharding.options import EngineName, PlanOptions
@@ -266,7 +266,8 @@ def make_plan(
         PlanError: for options that do not go together, a head dim that the cache type does not
             fit, or a tensor nobody declared a split for.
     """
-    check_rows(model, options.cache_type_k, options.cache_type_v)
+    types = options.cache_type_k, options.cache_type_v
+    check_rows(model, *types)
     if options.split_mode == "tensor":
         layers, vocab = split_tensor(model, mesh, options)
         notes = _attention_notes(model, mesh, options, layers)
@@ -275,6 +276,7 @@ def make_plan(
     engine, why = _choose_engine(mesh, options, layers, vocab)
     if engine == "fused" and len(_used(layers, vocab)) > 1 and not _equal(layers, vocab):
         notes += ("slices are zero-padded to the largest share: every device stores as much.",)
+    notes += rotation_notes(model, *types, options.kv_rotate)
     plan = Plan(mesh, model, options, (), layers, vocab, engine, why, notes)
     return plan.with_tensors(tensors)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.cache.types import CACHE_TYPES, CacheType, hadamard, rotate
+from jaxllm.cache.types import CACHE_TYPES, hadamard, rotate
 from sharding import CACHE_BLOCKS, row_bytes
 
 DIM = 64
@@ -42,7 +42,7 @@ CASES = {
     "one value": _blocks(3.5),
     "negative one": _blocks(-3.5),
     "both signs of the largest": np.concatenate([_blocks(2, -2, 1), _blocks(-2, 2, 1)]),
-    "ties of q8_0": np.concatenate([_blocks(127, *HALVES[:31] / 2), -_blocks(127, *HALVES[1:] / 2)]),
+    "ties of q8_0": np.concatenate([_blocks(127, *HALVES[:31] / 2), _blocks(127, *HALVES[1:] / 2)]),
     "ties of q4_0": np.concatenate([_blocks(-8, *HALVES[:31] / 4), _blocks(8, *HALVES[1:] / 4)]),
     "last values": np.nextafter(_blocks(127, 0.5, 1.5, -0.5, -2.5), np.float32(0)),
     "huge": np.concatenate([_blocks(8e6, -1e6), _blocks(-3e38, 1e38)]),
@@ -66,3 +66,37 @@ def test_bytes_are_ggmls(name: str, case: str):
             expected.reshape(-1, expected.shape[-1]), gguf.GGMLQuantizationType[name.upper()]
         )
     np.testing.assert_array_equal(np.asarray(values).reshape(as_ggml.shape), as_ggml)
+
+
+def test_rows_are_as_planned():
+    assert set(CACHE_TYPES) == set(CACHE_BLOCKS)
+    for name, kind in CACHE_TYPES.items():
+        x = np.ones((3, 2, 192), np.float32)
+        stored = kind.encode(jnp.asarray(x, jnp.bfloat16))
+        assert stored.shape == (3, 2, kind.row(192))
+        assert stored.nbytes == 6 * row_bytes(name, 192)
+        decoded = kind.decode(stored, 192, jnp.bfloat16)
+        assert decoded.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(decoded, np.float32), x, rtol=0.01)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 32, 64, 256])
+def test_a_rotation_is_its_own_inverse(dim: int):
+    matrix = hadamard(dim).astype(np.float64)
+    np.testing.assert_allclose(matrix @ matrix, np.eye(dim), atol=1e-6)
+    assert len(np.unique(np.abs(matrix))) == 1
+    random = np.random.default_rng(0)
+    q, k = random.standard_normal((2, 5, dim)).astype(np.float32)
+    np.testing.assert_allclose(rotate(rotate(q)), q, atol=1e-5)
+    np.testing.assert_allclose((rotate(q) * rotate(k)).sum(-1), (q * k).sum(-1), atol=1e-4)
+
+
+def test_a_rotation_spreads_a_large_value():
+    x = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    x[:, 7] += 40
+    kind = CACHE_TYPES["q4_0"]
+
+    def loss(x: jax.Array) -> float:
+        return float(((kind.decode(kind.encode(x), 64, jnp.float32) - x) ** 2).mean())
+
+    assert loss(rotate(x)) < loss(jnp.asarray(x)) / 2
