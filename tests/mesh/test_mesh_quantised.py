@@ -77,7 +77,7 @@ def test_place_changes_no_bit(k: str, v: str, cut: str):
     ("k", "v", "rotate", "limit"), [("q8_0", "q8_0", True, 2e-2), ("f32", "q4_0", False, 5e-2)]
 )
 def test_what_was_stored_is_read(k: str, v: str, rotate: bool, limit: float):
-    """Also a chunk's own keys, in both engines and in chunks of other sizes."""
+    """Also a chunk's own keys, in both engines, on two devices, in chunks of two sizes."""
     prompt = random_ids(300)
     arguments: dict[str, Any] = dict(ctx=512, ubatch=256, page=32)
     exact = make_llm(_model(), **arguments).logits(prompt)
@@ -86,5 +86,5 @@ def test_what_was_stored_is_read(k: str, v: str, rotate: bool, limit: float):
     host = make_llm(_model(), kv="host", **arguments).logits(prompt)
     assert_close(host, fused, 1e-6)
     assert 1e-8 < nmse(fused, exact) < limit
-    other = make_llm(_model(), **arguments | dict(ubatch=32)).logits(prompt)
-    assert_close(other, fused, 1e-6)
+    other = arguments | dict(ubatch=32, devices=2, split_mode="tensor", engine="fused")
+    assert_close(make_llm(_model(), **other).logits(prompt), fused, 1e-6)

@@ -27,17 +27,15 @@ def _log_p(logits: np.ndarray) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.xdist_group("smollm2-135m")
 def test_divergence_from_a_float_cache(smollm2_path: Path, shared: Path):
-    """Measured means over 500 tokens: 1.9e-4 with the rotation, 6.9e-4 without."""
+    """Mean KL over 500 tokens; measured 1.9e-4, and 6.9e-4 without the rotation."""
     text = (shared / "refs" / "ppl_pydoc.txt").read_text()
     found = []
-    for types in ({}, Q8, Q8 | dict(kv_rotate=False)):
+    for types in ({}, Q8):
         llm = _load(smollm2_path, ctx=512, **types)
         assert llm.tokenizer is not None
         found.append(_log_p(llm.logits(llm.tokenizer.encode(text)[:500])))
-    exact, turned, plain = found
-    costs = [float((np.exp(exact) * (exact - p)).sum(1).mean()) for p in (turned, plain)]
-    assert 0 < costs[0] < costs[1] < 1e-3
-    assert costs[0] < 4e-4
+    exact, stored = found
+    assert 0 < (np.exp(exact) * (exact - stored)).sum(1).mean() < 4e-4
 
 
 @pytest.mark.parametrize("rotate", [True, False])
