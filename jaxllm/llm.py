@@ -146,7 +146,8 @@ class LLM:
         tensor_split  a share a device for the weights (-ts), as "3,1" or (3, 1)
         attn_split    a share a device for attention heads and their cache (-as); as tensor_split
         kv            "device", or "host": the cache in host memory, streamed (-nkvo)
-        cache_type_k, cache_type_v   "f32", "f16" or "bf16" (-ctk, -ctv)
+        cache_type_k, cache_type_v   "f32", "f16", "bf16", "q8_0" or "q4_0" (-ctk, -ctv)
+        kv_rotate     rotate what a quantised cache stores; see `sharding.PlanOptions`
         dtype         of weights and activations: "float32", "bfloat16" or "float16"
         ctx           positions a sequence may have (-c)
         parallel      sequences that run at once (-np); more prompts wait for a free one

@@ -8,11 +8,12 @@ and no jax.
     axes.py       named axes and what splits them     mesh.py       the devices
     shapes.py     sizes of models and tensors         options.py    what may be asked
     splits.py     the cuts                            rings.py      positions of cache kept
+    cache_types.py  bytes of a cached row             exchange.py   partials to sums, by copies
     plan.py       the plan and its bytes              report.py     the plan as text
-    exchange.py   partials to sums, by copies
 """
 
 from sharding.axes import AXES, Axis, axis
+from sharding.cache_types import CACHE_BLOCKS, is_quantised, rotates, row_bytes
 from sharding.errors import DoesNotFit, PlanError, ShardingError, ShareError
 from sharding.exchange import exchange
 from sharding.llama_cpp import (
@@ -22,7 +23,7 @@ from sharding.llama_cpp import (
     mlp_granularity,
 )
 from sharding.mesh import DeviceInfo, Mesh, backend_started, ensure_devices
-from sharding.options import CACHE_BYTES, PlanOptions
+from sharding.options import PlanOptions
 from sharding.plan import Plan, fitting_plan, make_plan
 from sharding.report import format_bytes
 from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
@@ -32,7 +33,7 @@ from sharding.splits import LayerPlan, replications
 
 __all__ = [
     "AXES",
-    "CACHE_BYTES",
+    "CACHE_BLOCKS",
     "Axis",
     "DeviceInfo",
     "DoesNotFit",
@@ -57,6 +58,7 @@ __all__ = [
     "fitting_plan",
     "format_bytes",
     "full_pages",
+    "is_quantised",
     "llama_cpp_cut",
     "llama_cpp_heads",
     "make_plan",
@@ -66,4 +68,6 @@ __all__ = [
     "position_bytes",
     "replications",
     "ring_positions",
+    "rotates",
+    "row_bytes",
 ]

@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sharding.cache_types import CACHE_BLOCKS, CacheType
 from sharding.errors import PlanError
 from sharding.shares import parse_shares
 
 SplitMode = Literal["none", "layer", "tensor"]
-CacheType = Literal["f32", "f16", "bf16"]
 EngineName = Literal["fused", "staged"]
-
-CACHE_BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2}
 
 _CHOICES = {
     "split_mode": ("--split-mode/-sm", ("none", "layer", "tensor")),
     "kv": ("--no-kv-offload/-nkvo", ("device", "host")),
-    "cache_type_k": ("--cache-type-k/-ctk", tuple(CACHE_BYTES)),
-    "cache_type_v": ("--cache-type-v/-ctv", tuple(CACHE_BYTES)),
+    "cache_type_k": ("--cache-type-k/-ctk", tuple(CACHE_BLOCKS)),
+    "cache_type_v": ("--cache-type-v/-ctv", tuple(CACHE_BLOCKS)),
     "engine": ("--engine", ("auto", "fused", "staged")),
     "rounding": ("--rounding", ("nearest", "llama.cpp")),
 }
@@ -47,6 +45,8 @@ class PlanOptions:
         attn_split: shares of attention heads and their cache; unset follows `tensor_split`.
         kv: where full pages of the cache live.
         cache_type_k, cache_type_v: element types of the cache.
+        kv_rotate: rotate rows before they are quantised, so that none of their values is far larger
+            than the others; None is on.
         engine: one program ("fused"), one a device and stage ("staged"), or whichever fits.
         rounding: largest remainder, or llama.cpp's cuts.
         dither: round attention over layers so that the model-wide mean follows the request.
@@ -66,6 +66,7 @@ class PlanOptions:
     kv: Literal["device", "host"] = "device"
     cache_type_k: CacheType = "f32"
     cache_type_v: CacheType = "f32"
+    kv_rotate: bool | None = None
     engine: Literal["auto", "fused", "staged"] = "auto"
     rounding: Literal["nearest", "llama.cpp"] = "nearest"
     dither: bool = False
@@ -93,6 +94,8 @@ class PlanOptions:
         for field, argument in _SWITCHES.items():
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(f"{argument} is {getattr(self, field)!r}; it is on or off.")
+        if not isinstance(self.kv_rotate, bool | None):
+            raise PlanError(f"--kv-rotate is {self.kv_rotate!r}; it is on, off or None.")
         for field in ("page", "group_pages", "ubatch"):
             value = getattr(self, field)
             if value & (value - 1):

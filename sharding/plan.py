@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sharding.axes import axis
+from sharding.cache_types import check_rows, rotation_notes
 from sharding.errors import DoesNotFit, PlanError
 from sharding.mesh import Mesh
-from sharding.options import CACHE_BYTES, EngineName, PlanOptions
+from sharding.options import EngineName, PlanOptions
 from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
 from sharding.shapes import LayerShape, ModelShape, TensorShape
 from sharding.splits import (
@@ -27,7 +28,6 @@ from sharding.splits import (
 )
 
 __all__ = [
-    "CACHE_BYTES",
     "LayerPlan",
     "LayerShape",
     "ModelShape",
@@ -263,8 +263,11 @@ def make_plan(
 
     Raises:
         ShareError: for another number of shares than devices.
-        PlanError: for options that do not go together, or a tensor nobody declared a split for.
+        PlanError: for options that do not go together, a head dim that the cache type does not
+            fit, or a tensor nobody declared a split for.
     """
+    types = options.cache_type_k, options.cache_type_v
+    check_rows(model, *types)
     if options.split_mode == "tensor":
         layers, vocab = split_tensor(model, mesh, options)
         notes = _attention_notes(model, mesh, options, layers)
@@ -273,6 +276,7 @@ def make_plan(
     engine, why = _choose_engine(mesh, options, layers, vocab)
     if engine == "fused" and len(_used(layers, vocab)) > 1 and not _equal(layers, vocab):
         notes += ("slices are zero-padded to the largest share: every device stores as much.",)
+    notes += rotation_notes(model, *types, options.kv_rotate)
     plan = Plan(mesh, model, options, (), layers, vocab, engine, why, notes)
     return plan.with_tensors(tensors)
 

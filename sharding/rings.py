@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sharding.options import CACHE_BYTES, EngineName, PlanOptions
+from sharding.cache_types import row_bytes
+from sharding.options import EngineName, PlanOptions
 from sharding.shapes import LayerShape
 
 
@@ -43,5 +44,5 @@ def pages_read(options: PlanOptions, position: int, window: int | None = None) -
 
 def position_bytes(layer: LayerShape, options: PlanOptions) -> int:
     """Bytes of K and V of one position of one KV group."""
-    k, v = CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v]
-    return layer.k_dim * k + layer.v_dim * v
+    k = row_bytes(options.cache_type_k, layer.k_dim)
+    return k + row_bytes(options.cache_type_v, layer.v_dim)

@@ -4,12 +4,14 @@ A step takes queries, a float32 carry (m, l, acc) and one block of P positions, 
 carry. Every cache, ring or page, resident or streamed, goes through `attend_block`, one block
 after the other in the order of positions: so where a block lives cannot change a bit, and a block
 in which a row sees nothing leaves that row's carry exactly as it was.
+
+Rings and pages hold rows as `LayerConfig.cache` stores them; they are decoded one block at a time.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +46,8 @@ def attend_block(
 ) -> Carry:
     """Fold one block into the carry.
 
-    q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] of any float type; visible [N, T, P].
+    q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] in q's type; visible [N, T, P].
     """
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
     exact = precision_of(q)
     product = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
     if q.shape[3] == 1:  # keys on the left: three times as fast on CPUs for one position
@@ -71,6 +72,12 @@ def finish(carry: Carry, dtype: jnp.dtype) -> Array:
     return jnp.moveaxis(o, 3, 1)
 
 
+def decode_block(cfg: LayerConfig, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Stored keys and values [..., row] as q's type [..., H] and [..., Hv]."""
+    types = cfg.cache
+    return types.k.decode(k, cfg.k_dim, q.dtype), types.v.decode(v, cfg.v_dim, q.dtype)
+
+
 def queries_first(q: Array) -> Array:
     """[N, T, K, G, H] -> [N, K, G, T, H]."""
     return jnp.moveaxis(q, 1, 3)
@@ -91,7 +98,7 @@ def visible_positions(
 
 
 class Ring(NamedTuple):
-    """Keys [B, K, C, H] and values [B, K, C, Hv] on the device; position p lives at p mod C.
+    """Stored keys and values [B, K, C, row] on the device; position p lives at p mod C.
 
     C is a multiple of the page size and of the largest chunk, and a chunk never crosses a multiple
     of the largest chunk, so that a write is one contiguous slice. Positions past a row's end may
@@ -106,11 +113,17 @@ class Ring(NamedTuple):
         return self.k.shape[2]
 
 
-def write_ring(ring: Ring, k: Array, v: Array, row: Array, starts: Array) -> Ring:
+def empty_ring(cfg: LayerConfig, shape: tuple[int, ...], where: Any) -> Ring:
+    """A zeroed ring of `shape` [..., B, K, C] with the sharding `where`."""
+    parts = (cfg.cache.k, cfg.k_dim), (cfg.cache.v, cfg.v_dim)
+    return Ring(*(jnp.zeros((*shape, t.row(dim)), t.dtype, device=where) for t, dim in parts))
+
+
+def write_ring(cfg: LayerConfig, ring: Ring, k: Array, v: Array, row: Array, starts: Array) -> Ring:
     """Write k [N, T, K, H] and v [N, T, K, Hv] of rows row .. row + N at positions starts [N]."""
 
     def write(cache: Array, new: Array) -> Array:
-        new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)  # [N, K, T, H]
+        new = jnp.swapaxes(new, 1, 2)  # [N, K, T, row]
         at = starts % ring.capacity
         zero = jnp.zeros((), at.dtype)
         if new.shape[0] == 1:
@@ -119,12 +132,12 @@ def write_ring(ring: Ring, k: Array, v: Array, row: Array, starts: Array) -> Rin
             cache, new, at
         )
 
-    return Ring(write(ring.k, k), write(ring.v, v))
+    return Ring(write(ring.k, cfg.cache.k.encode(k)), write(ring.v, cfg.cache.v.encode(v)))
 
 
 def ring_block(ring: Ring, row: Array, rows: int, first: Array, page: int) -> tuple[Array, Array]:
     """The block of `page` positions from position `first` [N] (a multiple of page) on, of `rows`
-    rows from `row` on: k [N, K, P, H], v [N, K, P, Hv]."""
+    rows from `row` on: stored k and v [N, K, P, row]."""
     at = first % ring.capacity
     zero = jnp.zeros((), at.dtype)
 
@@ -173,12 +186,12 @@ def attend_ring(
         )
         k_pos = jnp.broadcast_to(i * block + jnp.arange(block), (rows, block))
         seen = visible_positions(cfg, positions, k_pos, floor) & (k_pos < ends)[:, None]
-        return attend_block(cfg, carry, q, k, v, seen)
+        return attend_block(cfg, carry, q, *decode_block(cfg, q, k, v), seen)
 
     carry = jax.lax.fori_loop(oldest, -(-ends.max() // block), fold, carry)
     if alone:
         k, v = ring_block(ring, row, 1, positions[:, 0], chunk)
-        carry = attend_itself(cfg, carry, q, k, v)
+        carry = attend_itself(cfg, carry, q, *decode_block(cfg, q, k, v))
     return carry
 
 
@@ -216,7 +229,8 @@ def attend_tail(
         first = floor + i * page
         k, v = ring_block(ring, row, rows, first, page)
         k_pos = first[:, None] + jnp.arange(page)
-        return attend_block(cfg, carry, q, k, v, visible_positions(cfg, positions, k_pos, floor))
+        seen = visible_positions(cfg, positions, k_pos, floor)
+        return attend_block(cfg, carry, q, *decode_block(cfg, q, k, v), seen)
 
     blocks = ((positions.max(axis=1) - floor) // page).max() + 1
     return jax.lax.fori_loop(0, blocks, fold, carry)
@@ -233,10 +247,10 @@ def attend_pages(
 ) -> Carry:
     """Fold a group of full pages, one page of one row after the other.
 
-    pages: one array [M, K, P, H + Hv] where keys and values have one type, else two; table int32
-    [2 M + 1]: the row of each page, its first position, and last the number of pages in use. The
-    count is a traced number on purpose: a loop of known length would be unrolled by the compiler
-    and could round otherwise than in a group of another size.
+    pages: as `join_page` makes them, [M, K, P, ...]; table int32 [2 M + 1]: the row of each page,
+    its first position, and last the number of pages in use. The count is a traced number on
+    purpose: a loop of known length would be unrolled by the compiler and could round otherwise
+    than in a group of another size.
     """
     rows = positions.shape[0]
     size = pages[0].shape[0]
@@ -245,6 +259,7 @@ def attend_pages(
 
     def fold(i: Array, carry: Carry) -> Carry:
         k, v = split_page(cfg, tuple(jax.lax.dynamic_slice_in_dim(p, i, 1) for p in pages))
+        k, v = decode_block(cfg, q, k, v)
         mine = table[i] - row  # the page's row among those of this step
         at = jnp.clip(mine, 0, rows - 1)
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=1)
@@ -262,7 +277,7 @@ def attend_pages(
 
 
 def join_page(k: Array, v: Array) -> tuple[Array, ...]:
-    """Keys and values of pages as they are stored: one array if their types allow it."""
+    """Stored keys and values of pages as they travel: one array if their dtypes allow it."""
     return (jnp.concatenate([k, v], axis=-1),) if k.dtype == v.dtype else (k, v)
 
 
@@ -270,4 +285,5 @@ def split_page(cfg: LayerConfig, pages: tuple[Array, ...]) -> tuple[Array, Array
     """The inverse of `join_page`."""
     if len(pages) == 2:
         return pages[0], pages[1]
-    return pages[0][..., : cfg.k_dim], pages[0][..., cfg.k_dim :]
+    row = cfg.cache.k.row(cfg.k_dim)
+    return pages[0][..., :row], pages[0][..., row:]

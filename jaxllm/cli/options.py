@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from jaxllm.errors import OptionError
-from sharding import CACHE_BYTES, PlanOptions
+from sharding import CACHE_BLOCKS, PlanOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "path of a .gguf file, a name from `jaxllm models`, or hf:owner/repo/file.gguf"
@@ -57,7 +57,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_split(parser: argparse.ArgumentParser) -> None:
     """Everything that decides the plan: devices, shares, cache, engine."""
     plan = PlanOptions
-    types = tuple(CACHE_BYTES)
+    types = tuple(CACHE_BLOCKS)
     group = parser.add_argument_group("devices, split and cache")
     add = group.add_argument
     add("--devices", type=int, metavar="N", help="devices to use (default all); virtual on a CPU")
@@ -70,6 +70,8 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     add("-nkvo", "--no-kv-offload", action="store_true", help=host)
     add("-ctk", "--cache-type-k", choices=types, help="type of cached keys (default as --dtype)")
     add("-ctv", "--cache-type-v", choices=types, help="type of cached values (default as --dtype)")
+    turn = "rotate what a quantised cache stores (default on)"
+    add("--kv-rotate", action=argparse.BooleanOptionalAction, help=turn)
     ctx = "positions a sequence may have (default 2048, or the model's if that is less)"
     add("-c", "--ctx-size", type=int, metavar="N", help=ctx)
     add("-np", "--parallel", type=int, metavar="N", help="sequences that run at once (default 1)")
@@ -101,6 +103,7 @@ def split_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "kv": "host" if args.no_kv_offload else None,
         "cache_type_k": args.cache_type_k,
         "cache_type_v": args.cache_type_v,
+        "kv_rotate": args.kv_rotate,
         "ctx": args.ctx_size,
         "parallel": args.parallel,
         "ubatch": args.ubatch_size,

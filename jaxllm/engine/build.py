@@ -11,11 +11,12 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh as JaxMesh
 
 from jaxllm.cache.store import Place
+from jaxllm.cache.types import CACHE_TYPES, CacheFormat
 from jaxllm.engine.base import Engine
 from jaxllm.engine.fused import AXIS, FusedEngine
 from jaxllm.engine.staged import StagedEngine
 from jaxllm.models.block import Block
-from jaxllm.models.config import ModelConfig
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.layers import Device
 from jaxllm.models.weights import (
     LocalModel,
@@ -27,7 +28,7 @@ from jaxllm.models.weights import (
     slots,
     whole_model,
 )
-from sharding import Mesh, Plan, PlanOptions, make_plan, replications
+from sharding import Mesh, Plan, PlanOptions, make_plan, replications, rotates
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,16 @@ def _count(part: tuple[int, int]) -> int:
     return part[1] - part[0]
 
 
+def _cache_format(options: PlanOptions, layer: LayerConfig) -> CacheFormat:
+    k, v = options.cache_type_k, options.cache_type_v
+    return CacheFormat(
+        k=CACHE_TYPES[k],
+        v=CACHE_TYPES[v],
+        rotate_k=rotates(k, layer.k_dim, options.kv_rotate),
+        rotate_v=rotates(v, layer.v_dim, options.kv_rotate),
+    )
+
+
 def plan_model(
     block: type[Block],
     cfg: ModelConfig,
@@ -81,7 +92,10 @@ def plan_model(
     shape = cfg.shape(mlp_block)
     options = replace(options, itemsize=np.dtype(jax.numpy.dtype(dtype)).itemsize)
     times = replications(shape, mesh, options)
-    layers = [c.replicated(r) for c, r in zip(cfg.layers, times, strict=True)]
+    layers = [
+        replace(c.replicated(r), cache=_cache_format(options, c))
+        for c, r in zip(cfg.layers, times, strict=True)
+    ]
     whole = whole_model(block, replace(cfg, layers=tuple(layers)), dtype)
     plan = make_plan(shape, mesh, options, [slot.tensor for slot in slots(whole)])
     return PlannedModel(plan, block, whole, dtype)

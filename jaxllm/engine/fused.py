@@ -16,12 +16,12 @@ import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxllm.cache.attention import Ring, attend_ring, finish
-from jaxllm.cache.types import CACHE_TYPES
+from jaxllm.cache.attention import Ring, attend_ring, empty_ring
 from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
 from jaxllm.engine.local import (
     Top,
     begin_attention,
+    end_attention,
     head_logits,
     pack_step,
     unpack_step,
@@ -53,7 +53,7 @@ def forward(
         block = definition.bind(values)
         q, carry, ring = begin_attention(block, cfg, x, ring, step)
         carry = attend_ring(cfg, carry, q, ring, step.row, step.positions)
-        x = block.join_attention(x, total(block.after_attention(finish(carry, x.dtype))))
+        x = block.join_attention(x, total(end_attention(block, cfg, carry, x.dtype)))
         x = block.join_mlp(x, total(block.mlp(x)))
         new.append(ring)
     return x, tuple(new)
@@ -191,18 +191,8 @@ def empty_rings(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> tuple
         lead, sharding = (where.size,), NamedSharding(where, PartitionSpec(AXIS))
     else:
         sharding = SingleDeviceSharding(where)
-    types = CACHE_TYPES[options.cache_type_k], CACHE_TYPES[options.cache_type_v]
     rings = []
     for layer, heads in zip(model.cfg.layers, model.kv_heads, strict=True):
         capacity = ring_positions("fused", options, layer.window)
-        shape = (*lead, options.slots, heads, capacity)
-        sizes = (layer.k_dim, layer.v_dim)
-        rings.append(
-            Ring(
-                *(
-                    jnp.zeros((*shape, n), t, device=sharding)
-                    for n, t in zip(sizes, types, strict=True)
-                )
-            )
-        )
+        rings.append(empty_ring(layer, (*lead, options.slots, heads, capacity), sharding))
     return tuple(rings)

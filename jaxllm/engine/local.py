@@ -15,10 +15,12 @@ import numpy as np
 from jaxllm.cache.attention import (
     Carry,
     Ring,
+    finish,
     queries_first,
     start_carry,
     write_ring,
 )
+from jaxllm.cache.types import rotate
 from jaxllm.models.block import Block, Ends
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array
@@ -59,9 +61,21 @@ def begin_attention(
 ) -> tuple[Array, Carry, Ring]:
     """Queries [N, K, G, T, H] with a fresh carry, keys and values written to the ring."""
     q, k, v = block.before_attention(x, step.positions)
+    if cfg.cache.rotate_k:
+        q, k = rotate(q).astype(q.dtype), rotate(k)
+    if cfg.cache.rotate_v:
+        v = rotate(v)
     q = queries_first(q)
-    ring = write_ring(ring, k, v, step.row, step.starts)
+    ring = write_ring(cfg, ring, k, v, step.row, step.starts)
     return q, start_carry(q, cfg.v_dim), ring
+
+
+def end_attention(block: Block, cfg: LayerConfig, carry: Carry, dtype: jnp.dtype) -> Array:
+    """This device's partial [N, T, D] from the carry of all blocks; `dtype` is the queries'."""
+    if not cfg.cache.rotate_v:
+        return block.after_attention(finish(carry, dtype))
+    turned = finish(carry, jnp.dtype(jnp.float32))
+    return block.after_attention(rotate(turned).astype(dtype))
 
 
 class Top(NamedTuple):

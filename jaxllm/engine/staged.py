@@ -27,14 +27,20 @@ from jaxllm.cache.attention import (
     Ring,
     attend_pages,
     attend_tail,
-    finish,
+    empty_ring,
     join_page,
     ring_block,
 )
 from jaxllm.cache.store import PageStore, Place, group_sizes
-from jaxllm.cache.types import CACHE_TYPES
 from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
-from jaxllm.engine.local import Top, begin_attention, head_logits, pack_step, unpack_step
+from jaxllm.engine.local import (
+    Top,
+    begin_attention,
+    end_attention,
+    head_logits,
+    pack_step,
+    unpack_step,
+)
 from jaxllm.models.block import BlockDef
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Device
@@ -107,7 +113,7 @@ def _stage(
             carry = attend_tail(
                 here.cfg, carry, q, given.tail, step.row, step.positions, step.floor, page
             )
-            total = old.after_attention(finish(carry, q.dtype))
+            total = end_attention(old, here.cfg, carry, q.dtype)
         elif piece == "after":
             x, total, changed = old.join_attention(x, total), None, True
         elif piece == "mlp":
@@ -188,17 +194,12 @@ class StagedEngine(Engine):
     def _empty_rings(self, device: int) -> dict[int, Ring]:
         options, model = self.plan.options, self.models[device]
         to = SingleDeviceSharding(self.devices[device])
-        types = CACHE_TYPES[options.cache_type_k], CACHE_TYPES[options.cache_type_v]
         rings = {}
         for i, layer in enumerate(self.plan.layers):
             if device in layer.attn_devices:
                 cfg = model.cfg.layers[i]
                 capacity = ring_positions("staged", options, cfg.window)
-                shape = (options.slots, model.kv_heads[i], capacity)
-                rings[i] = Ring(
-                    jnp.zeros((*shape, cfg.k_dim), types[0], device=to),
-                    jnp.zeros((*shape, cfg.v_dim), types[1], device=to),
-                )
+                rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
         return rings
 
     def layer(self, device: int, index: int) -> Layer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jaxllm.cache.types import CacheFormat
 from sharding import LayerShape, ModelShape
 
 
@@ -49,6 +50,7 @@ class LayerConfig:
     experts: int = 0  # MLPs that a router picks from; 0 for a dense layer
     experts_used: int = 0  # picked for each token
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
+    cache: CacheFormat = CacheFormat()  # how a plan stores K and V
 
     def replicated(self, times: int) -> LayerConfig:
         """This layer with every KV head stored `times` times, its query heads dealt out."""

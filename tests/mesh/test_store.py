@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxllm.cache.attention import empty_ring, join_page, ring_block, split_page, write_ring
 from jaxllm.cache.store import PageStore
-from support import PLACES
+from jaxllm.cache.types import CACHE_TYPES, CacheFormat
+from support import PLACES, layer_config
 
 PAGE, HEADS, DIM, LAYERS, ROWS = 4, 2, 3, 2, 3
 MIXES = {
@@ -156,6 +159,41 @@ def test_pages_are_not_changed_by_their_maker():
         store.begin(0, 1, again=False)
         [(pages, _)] = store.visit(0, 0, 1)
         assert np.asarray(pages[0]).tobytes() == kept.tobytes()
+
+
+@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0")])
+def test_quantised_pages_keep_their_scales(types: tuple[str, str]):
+    """From a ring through each place and back: codes with the scales of their own position."""
+    cache = CacheFormat(*(CACHE_TYPES[name] for name in types))
+    cfg = layer_config(HEADS, 1, 64, v_dim=32, cache=cache)
+    positions = 5 * PAGE
+    ones = np.ones((1, positions, HEADS, 64), np.float32)
+    # The scales of a head's row at a position are those of no other row.
+    ones *= np.arange(1, 1 + positions * HEADS).reshape(1, positions, HEADS, 1)
+    k, v = ones * np.linspace(-8, 7, 64, dtype=np.float32), 0.5 * ones[..., :32]
+    zero = jnp.int32(0)
+    ring = empty_ring(cfg, (1, HEADS, positions), None)
+    ring = write_ring(cfg, ring, jnp.asarray(k), jnp.asarray(v), zero, zero[None])
+    for place in PLACES:
+        store = PageStore(jax.devices()[0], 1, 4, 2, lambda layer, first, place=place: place)
+        for first in range(0, positions, PAGE):
+            store.add(0, 0, first, join_page(*ring_block(ring, zero, 1, zero[None] + first, PAGE)))
+        store.begin(0, 1, again=False)
+        pages = []
+        for group, table in store.visit(0, 0, 1):
+            assert len(group) == 1 and group[0].dtype == jnp.uint8
+            pages += [split_page(cfg, (page[None],)) for page in group[0]]
+            store.done(table)
+        found = [jnp.concatenate(part, axis=2) for part in zip(*pages, strict=True)]
+        for moved, own, name, values in zip(found, ring, types, (k, v), strict=True):
+            assert np.asarray(moved).tobytes() == np.asarray(own).tobytes()
+            blocks = np.asarray(moved).reshape(HEADS, positions, -1, CACHE_TYPES[name].row(32))
+            scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+            largest = values[0].reshape(positions, HEADS, -1, 32)
+            at = np.abs(largest).argmax(-1, keepdims=True)
+            largest = np.take_along_axis(largest, at, -1)[..., 0].swapaxes(0, 1)
+            expected = np.abs(largest) / np.float32(127) if name == "q8_0" else largest / -8
+            np.testing.assert_array_equal(scales, expected.astype(np.float16))
 
 
 def test_copies_ahead_go_round_to_the_next_step():

@@ -196,9 +196,9 @@ def test_models_and_fetch(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_options_reach_the_plan_under_their_names():
     line = (
-        "generate x -sm tensor -ts 3,1 -as 2,1 -nkvo -ctk f16 -ctv bf16 -c 99 -np 3 -ub 64"
-        " --dtype float16 --engine staged --rounding llama.cpp --dither --kv-replicate --page 32"
-        " --group-pages 5 --prefetch 6 --devices 2"
+        "generate x -sm tensor -ts 3,1 -as 2,1 -nkvo -ctk q8_0 -ctv bf16 --no-kv-rotate -c 99"
+        " -np 3 -ub 64 --dtype float16 --engine staged --rounding llama.cpp --dither --kv-replicate"
+        " --page 32 --group-pages 5 --prefetch 6 --devices 2"
     )
     args = make_parser().parse_args(line.split())
     assert args.devices == 2
@@ -207,8 +207,9 @@ def test_options_reach_the_plan_under_their_names():
         "tensor_split": "3,1",
         "attn_split": "2,1",
         "kv": "host",
-        "cache_type_k": "f16",
+        "cache_type_k": "q8_0",
         "cache_type_v": "bf16",
+        "kv_rotate": False,
         "ctx": 99,
         "parallel": 3,
         "ubatch": 64,

@@ -102,6 +102,16 @@ def test_an_equal_model_compiles_nothing(kind: str):
     assert len(found) == 0
 
 
+def test_quantised_caches_compile_no_more():
+    """Neither a second model of one shape nor what follows a warm-up."""
+    arguments = dict(ctx=256, page=32, ubatch=64, cache_type_k="q8_0", cache_type_v="q4_0")
+    cfg = small_config(k_dim=32, embed=32, mlp=48)
+    random_llm(cfg, **arguments, **KINDS["host"]).warmup()
+    with compilations() as found:
+        use(random_llm(cfg, **arguments, **KINDS["host"]), 50)
+    assert len(found) == 0
+
+
 def test_a_warm_up_forgets_what_it_ran():
     for kind in ("fused", "host", "uneven, host"):
         llm, prompt = make(kind, ctx=256), random_ids(70, 128)

@@ -14,7 +14,7 @@ import pytest
 from jaxllm import LLM, OptionError, PromptError, SamplingParams
 from jaxllm.engine.generate import Request
 from jaxllm.engine.staged import StagedEngine
-from support import assert_close, make_llm, random_ids, small_model
+from support import assert_close, make_llm, random_ids, small_model, with_layers
 
 CTX = 48
 KINDS: dict[str, dict[str, Any]] = {
@@ -347,8 +347,9 @@ def test_a_stop_text_ends_a_request(monkeypatch: pytest.MonkeyPatch):
 # Steps and logits without requests
 
 
-def test_a_pure_step_in_a_scan_is_greedy_generation():
-    llm = _llm("fused")
+@pytest.mark.parametrize("types", [{}, dict(cache_type_k="q8_0", cache_type_v="q4_0")])
+def test_a_pure_step_in_a_scan_is_greedy_generation(types: dict[str, str]):
+    llm = make_llm(with_layers(small_model(), k_dim=32, v_dim=32), ctx=CTX, parallel=2, **types)
     step, params, cache = llm.step_fn()
     prompts = [random_ids(13, seed=1), random_ids(13, seed=2)]
 

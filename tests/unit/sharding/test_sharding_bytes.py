@@ -13,12 +13,14 @@ from sharding import (
     LayerShape,
     Mesh,
     ModelShape,
+    PlanError,
     PlanOptions,
     fitting_plan,
     full_pages,
     make_plan,
     pages_read,
     ring_positions,
+    rotates,
 )
 
 SMALL = PlanOptions(split_mode="tensor", ctx=1000, page=64, ubatch=128, slots=2)
@@ -68,6 +70,43 @@ def test_widths_come_from_head_dims():
     shape = ModelShape((LayerShape(4, 1, 32, 16, 64),), 128, 64)
     plan = make_plan(shape, Mesh.virtual(1), replace(SMALL, cache_type_v="f16"))
     assert plan.page_bytes(0, 0) == 4 * 64 * (32 * 4 + 16 * 2)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "position"), [("q8_0", "q4_0", 6 * 34 + 4 * 18), ("q4_0", "f16", 6 * 18 + 128 * 2)]
+)
+def test_quantised_rows_are_whole_blocks(k, v, position):
+    shape = ModelShape((LayerShape(4, 1, 192, 128, 64),) * 2, 128, 64)
+    options = replace(SMALL, kv="host", cache_type_k=k, cache_type_v=v)
+    plan = make_plan(shape, Mesh.virtual(2), options)
+    assert plan.page_bytes(0, 0) == 2 * 64 * position
+    tail, pages = 2 * 256 * 2 * 2 * position, 2 * 15 * 64 * 2 * 2 * position
+    assert plan.cache_bytes(1) == {"device": tail, "host": pages}
+    assert plan.link_bytes(1, 330) == 2 * 5 * plan.page_bytes(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "named"), [("q8_0", "f16", "-ctk q8_0 .* 80"), ("f16", "q4_0", "-ctv q4_0 .* 48")]
+)
+def test_rows_that_blocks_do_not_divide(k, v, named):
+    layers = LayerShape(4, 1, 64, 64, 64), LayerShape(4, 1, 80, 48, 64)
+    options = replace(SMALL, cache_type_k=k, cache_type_v=v)
+    with pytest.raises(PlanError, match=rf"{named}; use f16") as error:
+        make_plan(ModelShape(layers, 128, 64), Mesh.virtual(1), options)
+    assert "layer 1 " in str(error.value)
+    none = replace(layers[1], kv_heads=0)  # a layer without attention has no cache
+    make_plan(ModelShape((layers[0], none), 128, 64), Mesh.virtual(1), options)
+
+
+def test_which_rows_are_rotated():
+    assert rotates("q8_0", 64, None) and rotates("q4_0", 128, True)
+    assert not rotates("q8_0", 64, False)
+    assert not rotates("q8_0", 96, True) and not rotates("f16", 64, True)
+    shape = ModelShape((LayerShape(4, 1, 64, 64, 64), LayerShape(4, 1, 96, 64, 64)), 128, 64)
+    options = replace(SMALL, cache_type_k="q8_0", cache_type_v="q8_0")
+    assert make_plan(shape, Mesh.virtual(1), options).notes == ()
+    [note] = make_plan(shape, Mesh.virtual(1), replace(options, kv_rotate=True)).notes
+    assert "-ctk stores of layer 1 " in note and " 96 " in note
 
 
 def test_cache_of_the_fused_engine():

@@ -314,8 +314,9 @@ def test_engines_that_cannot():
     [
         ({"split_mode": "row"}, "-sm"),
         ({"kv": "disk"}, "-nkvo"),
-        ({"cache_type_k": "iq4_nl"}, "-ctk"),
+        ({"cache_type_k": "iq4_nl"}, "-ctk is 'iq4_nl'; .* f32, f16, bf16, q8_0, q4_0"),
         ({"cache_type_v": ["f32"]}, "-ctv"),
+        ({"kv_rotate": 1}, "--kv-rotate"),
         ({"engine": "fast"}, "--engine"),
         ({"rounding": "up"}, "--rounding"),
         ({"ctx": 0}, "-c"),
