@@ -8,8 +8,8 @@ and no jax.
     axes.py       named axes and what splits them     mesh.py       the devices
     shapes.py     sizes of models and tensors         options.py    what may be asked
     splits.py     the cuts                            rings.py      positions of cache kept
-    plan.py       the plan and its bytes              report.py     the plan as text
-    exchange.py   partials to sums, by copies
+    plan.py       the plan                            sizes.py      its bytes
+    report.py     the plan as text                    exchange.py   partials to sums, by copies
 """
 
 from sharding.axes import AXES, Axis, axis
@@ -23,7 +23,7 @@ from sharding.llama_cpp import (
 )
 from sharding.mesh import DeviceInfo, Mesh, backend_started, ensure_devices
 from sharding.options import CACHE_BYTES, PlanOptions
-from sharding.plan import Plan, fitting_plan, make_plan
+from sharding.plan import Plan, make_plan
 from sharding.report import format_bytes
 from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
 from sharding.shapes import LayerShape, ModelShape, TensorShape
@@ -54,7 +54,6 @@ __all__ = [
     "backend_started",
     "ensure_devices",
     "exchange",
-    "fitting_plan",
     "format_bytes",
     "full_pages",
     "llama_cpp_cut",
