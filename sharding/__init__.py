@@ -9,7 +9,8 @@ and no jax.
     shapes.py     sizes of models and tensors         options.py    what may be asked
     splits.py     the cuts                            rings.py      positions of cache kept
     plan.py       the plan                            sizes.py      its bytes
-    report.py     the plan as text                    exchange.py   partials to sums, by copies
+    residency.py  which pages of a host cache stay    report.py     the plan as text
+    exchange.py   partials to sums, by copies
 """
 
 from sharding.axes import AXES, Axis, axis
@@ -25,6 +26,7 @@ from sharding.mesh import DeviceInfo, Mesh, backend_started, ensure_devices
 from sharding.options import CACHE_BYTES, PlanOptions
 from sharding.plan import Plan, make_plan
 from sharding.report import format_bytes
+from sharding.residency import Kept, Residency
 from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
 from sharding.shapes import LayerShape, ModelShape, TensorShape
 from sharding.shares import apportion, apportion_blocks, apportion_dithered, parse_shares
@@ -36,6 +38,7 @@ __all__ = [
     "Axis",
     "DeviceInfo",
     "DoesNotFit",
+    "Kept",
     "LayerPlan",
     "LayerShape",
     "Mesh",
@@ -43,6 +46,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanOptions",
+    "Residency",
     "ShardingError",
     "ShareError",
     "TensorShape",

@@ -15,7 +15,8 @@ from sharding.axes import axis
 from sharding.errors import DoesNotFit, PlanError
 from sharding.mesh import Mesh
 from sharding.options import CACHE_BYTES, EngineName, PlanOptions
-from sharding.rings import position_bytes
+from sharding.residency import Residency, spend_budget, streaming_all
+from sharding.rings import full_pages, is_resident, position_bytes
 from sharding.shapes import LayerShape, ModelShape, TensorShape
 from sharding.splits import (
     LayerPlan,
@@ -43,7 +44,8 @@ __all__ = [
 @dataclass(frozen=True, repr=False)
 class Plan:
     """See the module's docstring. `vocab` has one range of rows a device; `why` tells why this
-    engine; `notes` are sentences a user should read."""
+    engine; `notes` are sentences a user should read; `residency` says which pages of a host cache
+    stay on the device and is decided once, when the plan is made."""
 
     mesh: Mesh
     model: ModelShape
@@ -54,6 +56,7 @@ class Plan:
     engine: EngineName
     why: str
     notes: tuple[str, ...] = ()
+    residency: Residency = Residency((), ())
 
     @property
     def used_devices(self) -> tuple[int, ...]:
@@ -149,15 +152,29 @@ class Plan:
         """Bytes of a device's cache when all slots are full: {"device": n, "host": n}."""
         return sizes.cache_bytes(self, self._device(device))
 
+    def resident(self, device: int, layer: int, first_position: int) -> bool:
+        """Whether the full page that begins at a position stays on the device; for a layer that
+        reads another's cache, whether that one's does."""
+        owner = self.model.cache_owner(self._layer(layer))
+        full = full_pages(self.options, self.model.layers[owner].window)
+        kept = self.residency.pages[owner][self._device(device)]
+        return is_resident(first_position // self.options.page, kept, full)
+
     def staging_bytes(self, device: int) -> int:
-        """Bytes on the device that groups of pages in flight take, at most."""
+        """Bytes on the device that groups of pages in flight take, at most; 0 where nothing is
+        streamed."""
         return sizes.staging_bytes(self, self._device(device))
 
     def link_bytes(self, device: int, position: int) -> int:
         """Bytes sent to a device in one decode step of one sequence with `position` earlier
-        positions, whose full pages are in host memory. A layer that reads another's cache
-        streams it again."""
+        positions: its full pages that do not stay on the device. A layer that reads another's
+        cache streams it again."""
         return sizes.link_bytes(self, self._device(device), position)
+
+    def compute_bytes(self, device: int) -> int:
+        """Bytes that a stage's intermediate arrays take, by an estimate from their sizes that
+        residency leaves room for. Not part of `needed_bytes`."""
+        return sizes.compute_bytes(self, self._device(device))
 
     def needed_bytes(self, device: int) -> int:
         """Bytes that weights, cache and staging take on a device."""
@@ -236,8 +253,10 @@ def make_plan(
     engine, why = _choose_engine(mesh, options, layers, vocab)
     if engine == "fused" and len(_used(layers, vocab)) > 1 and not _equal(layers, vocab):
         notes += ("slices are zero-padded to the largest share: every device stores as much.",)
-    plan = Plan(mesh, model, options, (), layers, vocab, engine, why, notes)
-    return plan.with_tensors(tensors)
+    plan = Plan(mesh, model, options, (), layers, vocab, engine, why).with_tensors(tensors)
+    plan = replace(plan, residency=streaming_all(plan))
+    residency, more = spend_budget(plan)
+    return replace(plan, residency=residency, notes=notes + more)
 
 
 def _used(layers: Sequence[LayerPlan], vocab: Ranges) -> tuple[int, ...]:

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
+from sharding.rings import (
+    full_pages,
+    live_pages,
+    position_bytes,
+    resident_pages,
+    ring_positions,
+)
 from sharding.shapes import TensorShape
 from sharding.splits import Ranges
 
@@ -32,15 +38,17 @@ def cache_bytes(plan: Plan, device: int) -> dict[str, int]:
     """Of the device's cache when all slots are full, by place."""
     options = plan.options
     place = {"device": 0, "host": 0}
-    for shape, layer in zip(plan.model.layers, plan.layers, strict=True):
+    for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
         if not shape.owns_cache:
             continue
         position = _count(plan, layer.groups, device) * position_bytes(shape, options)
         ring = ring_positions(plan.engine, options, shape.window)
         place["device"] += options.slots * ring * position
         if plan.engine == "staged":
-            pages = full_pages(options, shape.window)
-            place[options.kv] += options.slots * pages * options.page * position
+            kept = plan.residency.pages[index][device]
+            page = options.slots * options.page * position
+            place["device"] += kept * page
+            place["host"] += (full_pages(options, shape.window) - kept) * page
     return place
 
 
@@ -48,7 +56,12 @@ def staging_bytes(plan: Plan, device: int) -> int:
     """Of the groups of pages in flight, at most."""
     if plan.options.kv != "host":
         return 0
-    largest = max(page_bytes(plan, i, device) for i in range(len(plan.layers)))
+    streamed = [
+        page_bytes(plan, i, device)
+        for i, shape in enumerate(plan.model.layers)
+        if _kept(plan, i, device) < full_pages(plan.options, shape.window)
+    ]
+    largest = max(streamed, default=0)
     return max(1, plan.options.prefetch) * plan.options.group_pages * largest
 
 
@@ -56,10 +69,40 @@ def link_bytes(plan: Plan, device: int, position: int) -> int:
     """Of the pages sent to the device for one query at `position`."""
     if plan.options.kv != "host":
         return 0
-    return sum(
-        page_bytes(plan, i, device) * pages_read(plan.options, position, shape.window)
-        for i, shape in enumerate(plan.model.layers)
-    )
+    sent = 0
+    for i, shape in enumerate(plan.model.layers):
+        live = live_pages(plan.options, position, shape.window)
+        full = full_pages(plan.options, shape.window)
+        streamed = len(live) - resident_pages(live, _kept(plan, i, device), full)
+        sent += streamed * page_bytes(plan, i, device)
+    return sent
+
+
+def compute_bytes(plan: Plan, device: int) -> int:
+    """Of what a stage makes while it runs, by sizes of its largest arrays: an estimate."""
+    if device not in plan.used_devices:
+        return 0
+    options = plan.options
+    tokens = max(options.ubatch, options.slots)
+    # The residual, and the partials of up to three devices.
+    residual = 4 * tokens * plan.model.embed * options.itemsize
+    start, stop = plan.vocab[device]
+    largest = options.slots * (stop - start) * 4
+    for shape, layer in zip(plan.model.layers, plan.layers, strict=True):
+        groups, columns = _count(plan, layer.groups, device), _count(plan, layer.mlp, device)
+        heads = groups * (shape.q_per_kv // layer.replication)
+        # Queries, keys and values; the float32 carry; float32 scores of a page, before and after
+        # the exponential.
+        narrow = heads * shape.k_dim + groups * (shape.k_dim + shape.v_dim)
+        wide = heads * (shape.v_dim + 2 + 2 * options.page)
+        attention = tokens * (narrow * options.itemsize + wide * 4)
+        largest = max(largest, attention, 3 * tokens * columns * options.itemsize)
+    return residual + largest
+
+
+def _kept(plan: Plan, layer: int, device: int) -> int:
+    """Pages a slot that stay of the cache that a layer reads."""
+    return plan.residency.pages[plan.model.cache_owner(layer)][device]
 
 
 def _count(plan: Plan, ranges: Ranges, device: int) -> int:

@@ -124,10 +124,9 @@ def test_a_plan_that_does_not_fit():
         make_plan(shape, Mesh((roomy, tight)), SMALL, tensors(shape)).check_fit()
     assert (error.value.device, error.value.needed, error.value.free) == ("gpu:1", need, need - 1)
     smaller = replace(SMALL, ctx=128)
-    assert (
-        make_plan(shape, Mesh((roomy, tight)), smaller, tensors(shape)).check_fit().engine
-        == "fused"
-    )
+    plan = make_plan(shape, Mesh((roomy, tight)), smaller, tensors(shape))
+    assert plan.check_fit() is plan
+    assert plan.engine == "fused"
     assert make_plan(shape, Mesh.virtual(2), SMALL, tensors(shape)).check_fit()
 
 
