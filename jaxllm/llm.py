@@ -11,34 +11,30 @@ from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
 
 from jaxllm import hub
 from jaxllm.engine.base import Engine
-from jaxllm.engine.build import PlannedModel, build_engine, plan_model
+from jaxllm.engine.build import PlannedModel, build_engine
 from jaxllm.engine.fused import FusedEngine, empty_rings, pure_step
 from jaxllm.engine.generate import FinishReason, Request, generate, prefill
 from jaxllm.engine.sampling import Logprob, SamplingParams
 from jaxllm.engine.stopping import StopFilter
 from jaxllm.engine.warmup import warm_up
 from jaxllm.errors import OptionError, PromptError
-from jaxllm.gguf.metadata import Metadata
-from jaxllm.gguf.reader import GGUFFile, open_gguf
+from jaxllm.gguf.reader import open_gguf
 from jaxllm.models.block import Block
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import PreNormBlock
 from jaxllm.models.layers import Device
-from jaxllm.models.registry import family
 from jaxllm.models.sources import GGUFSource, RandomSource
-from jaxllm.models.weights import Progress, Source, slots
-from jaxllm.runtime import default_dtype, keep_compiled_programs
+from jaxllm.models.weights import Progress, Source
+from jaxllm.planning import plan_config, plan_gguf
+from jaxllm.runtime import keep_compiled_programs
 from jaxllm.text import StreamDecoder, Tokenizer, load_tokenizer
-from sharding import Mesh, Plan, PlanOptions, ensure_devices, parse_shares
+from sharding import Mesh, Plan, ensure_devices
 
 Prompt = str | Sequence[int]
 Devices = int | Sequence[Device] | None
-DEFAULT_CTX = 2048
-DTYPES = ("float32", "bfloat16", "float16")
 LOGIT_PLACES = 64  # positions that one head program takes when all are asked for
 
 
@@ -76,65 +72,6 @@ class StepFn(NamedTuple):
     cache: Any
 
 
-def options_from(
-    *,
-    mesh: Mesh,
-    ctx_train: int = 0,
-    split_mode: str | None = None,
-    tensor_split: str | Sequence[float] | None = None,
-    attn_split: str | Sequence[float] | None = None,
-    kv: str = "device",
-    cache_type_k: str | None = None,
-    cache_type_v: str | None = None,
-    dtype: str | None = None,
-    ctx: int | None = None,
-    parallel: int = 1,
-    ubatch: int = 512,
-    **more: Any,
-) -> tuple[PlanOptions, str]:
-    """Plan options and dtype from the arguments of `LLM`, with their defaults.
-
-    The cache has the compute dtype, the context the model's own up to 2048, several devices
-    `layer` unless these say otherwise.
-    """
-    dtype = dtype or default_dtype(mesh.devices[0].platform)
-    if dtype not in DTYPES:
-        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
-    own_type = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
-    if ctx is not None and ctx < 1:
-        raise OptionError(f"the context (-c) must be at least 1 position, not {ctx}")
-    return (
-        PlanOptions(
-            split_mode=split_mode or ("layer" if len(mesh) > 1 else "none"),  # type: ignore
-            tensor_split=parse_shares(tensor_split, len(mesh), "--tensor-split/-ts"),
-            attn_split=parse_shares(attn_split, len(mesh), "--attn-split/-as"),
-            kv=kv,  # type: ignore
-            cache_type_k=cache_type_k or own_type,  # type: ignore
-            cache_type_v=cache_type_v or own_type,  # type: ignore
-            ctx=ctx or min(ctx_train or DEFAULT_CTX, DEFAULT_CTX),
-            slots=parallel,
-            ubatch=ubatch,
-            **more,
-        ),
-        dtype,
-    )
-
-
-def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
-    """The plan of a GGUF file over a mesh, its tensors checked; `arguments` are those of `LLM`."""
-    kin = family(file.architecture)
-    cfg = kin.configure(Metadata.of(file), file.tensors)
-    options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
-    blocks = [
-        GGML_QUANT_SIZES[info.type][0]
-        for name, info in file.tensors.items()
-        if name.endswith(("ffn_down.weight", "ffn_down_exps.weight"))
-    ]
-    model = plan_model(kin.block, cfg, mesh, options, dtype, max([32, *blocks]))
-    GGUFSource(file, model.whole.cfg).check(slots(model.whole))
-    return model
-
-
 class LLM:
     """A language model spread over devices by a plan.
 
@@ -146,6 +83,9 @@ class LLM:
         tensor_split  a share a device for the weights (-ts), as "3,1" or (3, 1)
         attn_split    a share a device for attention heads and their cache (-as); as tensor_split
         kv            "device", or "host": the cache in host memory, streamed (-nkvo)
+        kv_gpu_layers    of a host cache, layers that stay on the devices (-kvgl)
+        kv_device_bytes  of a host cache, bytes that stay on each device, or "auto"
+        link_gbps     1e9 bytes a second from host memory to each device, as "24.2,3.3"
         cache_type_k, cache_type_v   "f32", "f16", "bf16", "q8_0" or "q4_0" (-ctk, -ctv)
         kv_rotate     rotate what a quantised cache stores; see `sharding.PlanOptions`
         dtype         of weights and activations: "float32", "bfloat16" or "float16"
@@ -206,8 +146,7 @@ class LLM:
         page of a staged engine somewhere of its own.
         """
         mesh = open_mesh(devices)
-        options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
-        model = plan_model(block, cfg, mesh, options, dtype)
+        model = plan_config(block, cfg, mesh, **arguments)
         return cls(model, RandomSource(model.whole.cfg, seed), None, place=place)
 
     @property

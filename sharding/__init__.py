@@ -8,8 +8,10 @@ and no jax.
     axes.py       named axes and what splits them     mesh.py       the devices
     shapes.py     sizes of models and tensors         options.py    what may be asked
     splits.py     the cuts                            rings.py      positions of cache kept
-    cache_types.py  bytes of a cached row             exchange.py   partials to sums, by copies
-    plan.py       the plan and its bytes              report.py     the plan as text
+    cache_types.py  bytes of a cached row             plan.py       the plan
+    sizes.py      its bytes                           residency.py  which pages stay
+    report.py     the plan as text                    links.py      measured link rates
+    exchange.py   partials to sums, by copies
 """
 
 from sharding.axes import AXES, Axis, axis
@@ -24,8 +26,9 @@ from sharding.llama_cpp import (
 )
 from sharding.mesh import DeviceInfo, Mesh, backend_started, ensure_devices
 from sharding.options import PlanOptions
-from sharding.plan import Plan, fitting_plan, make_plan
+from sharding.plan import Plan, make_plan
 from sharding.report import format_bytes
+from sharding.residency import Kept, Residency
 from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
 from sharding.shapes import LayerShape, ModelShape, TensorShape
 from sharding.shares import apportion, apportion_blocks, apportion_dithered, parse_shares
@@ -37,6 +40,7 @@ __all__ = [
     "Axis",
     "DeviceInfo",
     "DoesNotFit",
+    "Kept",
     "LayerPlan",
     "LayerShape",
     "Mesh",
@@ -44,6 +48,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanOptions",
+    "Residency",
     "ShardingError",
     "ShareError",
     "TensorShape",
@@ -55,7 +60,6 @@ __all__ = [
     "backend_started",
     "ensure_devices",
     "exchange",
-    "fitting_plan",
     "format_bytes",
     "full_pages",
     "is_quantised",

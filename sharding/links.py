@@ -41,7 +41,7 @@ def places(devices: Sequence[Any]) -> tuple[Place, ...]:
     return ("pinned", "pageable") if all("pinned_host" in k for k in kinds) else ("pageable",)
 
 
-def host_array(values: np.ndarray, place: Place, device: Any) -> Any:
+def host_array(values: Any, place: Place, device: Any) -> Any:
     """`values` in host memory of `device`: pinned memory that it can read itself, or numpy's."""
     import jax
     from jax.sharding import SingleDeviceSharding

@@ -33,6 +33,8 @@ _SWITCHES = {"dither": "--dither", "kv_replicate": "--kv-replicate"}
 
 TENSOR_SPLIT = "--tensor-split/-ts"
 ATTN_SPLIT = "--attn-split/-as"
+KV_GPU_LAYERS = "--kv-gpu-layers/-kvgl"
+KV_DEVICE_BYTES = "--kv-device-bytes"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class PlanOptions:
         tensor_split: weight shares, one a device.
         attn_split: shares of attention heads and their cache; unset follows `tensor_split`.
         kv: where full pages of the cache live.
+        kv_gpu_layers: layers' worth of a host cache that stay on devices.
+        kv_device_bytes: bytes of a host cache that stay on each device; "auto" is what is free
+            there beside everything else, less a reserve.
         cache_type_k, cache_type_v: element types of the cache.
         kv_rotate: rotate rows before they are quantised, so that none of their values is far larger
             than the others; None is on.
@@ -64,6 +69,8 @@ class PlanOptions:
     tensor_split: tuple[float, ...] | None = None
     attn_split: tuple[float, ...] | None = None
     kv: Literal["device", "host"] = "device"
+    kv_gpu_layers: int | None = None
+    kv_device_bytes: int | Literal["auto"] | None = None
     cache_type_k: CacheType = "f32"
     cache_type_v: CacheType = "f32"
     kv_rotate: bool | None = None
@@ -101,6 +108,7 @@ class PlanOptions:
             if value & (value - 1):
                 raise PlanError(f"{_COUNTS[field]} is {value}; it must be a power of two.")
         self._check_shares()
+        self._check_residency()
         if self.dither and self.rounding == "llama.cpp":
             raise PlanError("--dither does not go with --rounding llama.cpp; drop one of them.")
         if self.engine == "fused" and self.kv == "host":
@@ -123,3 +131,29 @@ class PlanOptions:
             raise PlanError(f"{TENSOR_SPLIT} does not go with -sm none; use -sm layer or tensor.")
         if self.attn_split is not None and self.split_mode != "tensor":
             raise PlanError(f"{ATTN_SPLIT} does not go with -sm {self.split_mode}; use -sm tensor.")
+
+    def _check_residency(self) -> None:
+        layers, size = self.kv_gpu_layers, self.kv_device_bytes
+        if layers is not None and not _natural(layers):
+            raise PlanError(
+                f"{KV_GPU_LAYERS} is {layers!r}; it must be a whole number of at least 0."
+            )
+        if size is not None and size != "auto" and not _natural(size):
+            raise PlanError(
+                f"{KV_DEVICE_BYTES} is {size!r}; it must be a whole number of bytes of at least 0,"
+                " or auto."
+            )
+        if layers is not None and size is not None:
+            raise PlanError(
+                f"{KV_GPU_LAYERS} does not go with {KV_DEVICE_BYTES}; give one of them."
+            )
+        if self.kv == "device" and (layers is not None or size is not None):
+            name = KV_DEVICE_BYTES if layers is None else KV_GPU_LAYERS
+            raise PlanError(
+                f"{name} says how much of a host cache stays on devices; give"
+                " --no-kv-offload/-nkvo with it, or drop it."
+            )
+
+
+def _natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

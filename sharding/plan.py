@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sharding import sizes
 from sharding.axes import axis
 from sharding.cache_types import check_rows, rotation_notes
 from sharding.errors import DoesNotFit, PlanError
 from sharding.mesh import Mesh
 from sharding.options import EngineName, PlanOptions
-from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
+from sharding.residency import Residency, spend_budget, streaming_all
+from sharding.rings import full_pages, is_resident, position_bytes
 from sharding.shapes import LayerShape, ModelShape, TensorShape
 from sharding.splits import (
     LayerPlan,
@@ -34,7 +36,6 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "TensorShape",
-    "fitting_plan",
     "make_plan",
     "replications",
 ]
@@ -43,7 +44,8 @@ __all__ = [
 @dataclass(frozen=True, repr=False)
 class Plan:
     """See the module's docstring. `vocab` has one range of rows a device; `why` tells why this
-    engine; `notes` are sentences a user should read."""
+    engine; `notes` are sentences a user should read; `residency` says which pages of a host cache
+    stay on the device and is decided once, when the plan is made."""
 
     mesh: Mesh
     model: ModelShape
@@ -54,6 +56,7 @@ class Plan:
     engine: EngineName
     why: str
     notes: tuple[str, ...] = ()
+    residency: Residency = Residency((), ())
 
     @property
     def used_devices(self) -> tuple[int, ...]:
@@ -85,8 +88,17 @@ class Plan:
         Raises:
             PlanError: for an undeclared axis and for a layer or device that does not exist.
         """
-        ranges = self._ranges(axis_name, layer)
+        ranges = self.ranges(axis_name, layer)
         return None if ranges is None else ranges[self._device(device)]
+
+    def ranges(self, axis_name: str, layer: int | None) -> Ranges | None:
+        """One range of an axis a device, in units of that axis, or None where it is replicated."""
+        if not axis(axis_name).split:
+            return None
+        if axis_name == "vocab":
+            return self.vocab
+        own = self.layers[self._layer(layer)]
+        return {"kv_group": own.groups, "mlp": own.mlp}[axis_name]
 
     def holds(self, tensor: TensorShape, device: int) -> bool:
         """Whether a device needs a tensor at all.
@@ -130,50 +142,43 @@ class Plan:
 
     def weight_bytes(self, device: int) -> int:
         """Bytes of the tensors given to the plan that a device stores."""
-        return sum(self._stored(tensor, self._device(device)) for tensor in self.tensors)
+        return sizes.weight_bytes(self, self._device(device))
 
     def page_bytes(self, layer: int, device: int) -> int:
         """Bytes of one page, K and V, of a device's own groups of a layer."""
-        start, stop = self.layers[self._layer(layer)].groups[self._device(device)]
-        return (stop - start) * self.options.page * self._position_bytes(layer)
+        return sizes.page_bytes(self, self._layer(layer), self._device(device))
 
     def cache_bytes(self, device: int) -> dict[str, int]:
         """Bytes of a device's cache when all slots are full: {"device": n, "host": n}."""
-        device, options = self._device(device), self.options
-        place = {"device": 0, "host": 0}
-        for index, (shape, layer) in enumerate(zip(self.model.layers, self.layers, strict=True)):
-            if not shape.owns_cache:
-                continue
-            position = self._count(layer.groups, device) * self._position_bytes(index)
-            ring = ring_positions(self.engine, options, shape.window)
-            place["device"] += options.slots * ring * position
-            if self.engine == "staged":
-                pages = full_pages(options, shape.window)
-                place[options.kv] += options.slots * pages * options.page * position
-        return place
+        return sizes.cache_bytes(self, self._device(device))
+
+    def resident(self, device: int, layer: int, first_position: int) -> bool:
+        """Whether the full page that begins at a position stays on the device; for a layer that
+        reads another's cache, whether that one's does."""
+        owner = self.model.cache_owner(self._layer(layer))
+        full = full_pages(self.options, self.model.layers[owner].window)
+        kept = self.residency.pages[owner][self._device(device)]
+        return is_resident(first_position // self.options.page, kept, full)
 
     def staging_bytes(self, device: int) -> int:
-        """Bytes on the device that groups of pages in flight take, at most."""
-        if self.options.kv != "host":
-            return 0
-        largest = max(self.page_bytes(i, device) for i in range(len(self.layers)))
-        return max(1, self.options.prefetch) * self.options.group_pages * largest
+        """Bytes on the device that groups of pages in flight take, at most; 0 where nothing is
+        streamed."""
+        return sizes.staging_bytes(self, self._device(device))
 
     def link_bytes(self, device: int, position: int) -> int:
         """Bytes sent to a device in one decode step of one sequence with `position` earlier
-        positions, whose full pages are in host memory. A layer that reads another's cache
-        streams it again."""
-        if self.options.kv != "host":
-            return 0
-        return sum(
-            self.page_bytes(i, device) * pages_read(self.options, position, shape.window)
-            for i, shape in enumerate(self.model.layers)
-        )
+        positions: its full pages that do not stay on the device. A layer that reads another's
+        cache streams it again."""
+        return sizes.link_bytes(self, self._device(device), position)
+
+    def compute_bytes(self, device: int) -> int:
+        """Bytes that a step's intermediate arrays take, at most, by their sizes."""
+        return sizes.compute_bytes(self, self._device(device))
 
     def needed_bytes(self, device: int) -> int:
-        """Bytes that weights, cache and staging take on a device."""
-        cache = self.cache_bytes(device)["device"]
-        return self.weight_bytes(device) + cache + self.staging_bytes(device)
+        """Bytes that weights, cache, staging and intermediate arrays take on a device."""
+        persistent = self.weight_bytes(device) + self.cache_bytes(device)["device"]
+        return persistent + self.staging_bytes(device) + self.compute_bytes(device)
 
     def check_fit(self) -> Plan:
         """Return this plan; raise `DoesNotFit` when a device that tells its free bytes has less
@@ -212,14 +217,6 @@ class Plan:
             raise PlanError(f"layer {layer} is not one of the model's {len(self.layers)}.")
         return layer
 
-    def _ranges(self, axis_name: str, layer: int | None) -> Ranges | None:
-        if not axis(axis_name).split:
-            return None
-        if axis_name == "vocab":
-            return self.vocab
-        own = self.layers[self._layer(layer)]
-        return {"kv_group": own.groups, "mlp": own.mlp}[axis_name]
-
     def _units(self, axis_name: str, layer: int | None) -> int:
         if axis_name == "vocab":
             return self.model.vocab
@@ -227,24 +224,6 @@ class Plan:
         if axis_name == "mlp":
             return self.model.layers[index].mlp
         return self.model.layers[index].kv_heads * self.layers[index].replication
-
-    def _position_bytes(self, layer: int) -> int:
-        return position_bytes(self.model.layers[layer], self.options)
-
-    def _count(self, ranges: Ranges, device: int) -> int:
-        """Units that a device stores, padding of the fused engine included."""
-        counts = [stop - start for start, stop in ranges]
-        return max(counts) if self.padded else counts[device]
-
-    def _stored(self, tensor: TensorShape, device: int) -> int:
-        if not self.padded and not self.holds(tensor, device):
-            return 0
-        split = tensor.split_axis
-        size = tensor.itemsize
-        for name, n in zip(tensor.axes, tensor.shape, strict=True):
-            ranges = self._ranges(name, tensor.layer) if split and name == split.name else None
-            size *= n if ranges is None else self._count(ranges, device)
-        return size
 
 
 def make_plan(
@@ -277,18 +256,10 @@ def make_plan(
     if engine == "fused" and len(_used(layers, vocab)) > 1 and not _equal(layers, vocab):
         notes += ("slices are zero-padded to the largest share: every device stores as much.",)
     notes += rotation_notes(model, *types, options.kv_rotate)
-    plan = Plan(mesh, model, options, (), layers, vocab, engine, why, notes)
-    return plan.with_tensors(tensors)
-
-
-def fitting_plan(
-    model: ModelShape,
-    mesh: Mesh,
-    options: PlanOptions,
-    tensors: Sequence[TensorShape] = (),
-) -> Plan:
-    """`make_plan`, and raise `DoesNotFit` where a device has too little free memory."""
-    return make_plan(model, mesh, options, tensors).check_fit()
+    plan = Plan(mesh, model, options, (), layers, vocab, engine, why).with_tensors(tensors)
+    plan = replace(plan, residency=streaming_all(plan))
+    residency, more = spend_budget(plan)
+    return replace(plan, residency=residency, notes=notes + more)
 
 
 def _used(layers: Sequence[LayerPlan], vocab: Ranges) -> tuple[int, ...]:

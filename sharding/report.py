@@ -6,6 +6,7 @@ import html
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from sharding.residency import format_layers
 from sharding.splits import Ranges
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ _HEADER = (
     "cache (device)",
     "cache (host)",
     "staging",
+    "compute",
 )
+_BUDGET_HEADER = ("kept", "asked to keep")
 
 
 def format_bytes(n: int) -> str:
@@ -54,6 +57,11 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
         taking_part = sum(device in layer.devices for layer in plan.layers)
         start, stop = plan.vocab[device]
         cache = plan.cache_bytes(device)
+        kept = plan.residency.devices[device]
+        extra = (
+            f"{format_layers(kept.layers)}, {format_bytes(kept.bytes)}",
+            f"{format_layers(kept.requested_layers)}, {format_bytes(kept.requested_bytes)}",
+        )
         rows.append(
             (
                 info.label,
@@ -65,9 +73,21 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
                 format_bytes(cache["device"]),
                 format_bytes(cache["host"]),
                 format_bytes(plan.staging_bytes(device)),
+                format_bytes(plan.compute_bytes(device)),
+                *(extra if _budget(plan) else ()),
             )
         )
     return rows
+
+
+def _budget(plan: Plan) -> bool:
+    """Whether some of a host cache was asked to stay on the devices."""
+    options = plan.options
+    return options.kv_gpu_layers is not None or options.kv_device_bytes is not None
+
+
+def _header(plan: Plan) -> tuple[str, ...]:
+    return _HEADER + (_BUDGET_HEADER if _budget(plan) else ())
 
 
 def _title(plan: Plan) -> str:
@@ -85,7 +105,7 @@ def _remarks(plan: Plan) -> list[str]:
 
 def to_text(plan: Plan) -> str:
     """A table with one line a device, then the engine and why, then notes."""
-    table = [_HEADER, *_rows(plan)]
+    table = [_header(plan), *_rows(plan)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(
@@ -107,13 +127,14 @@ def to_html(plan: Plan) -> str:
     body = "".join(row(cells, "td") for cells in _rows(plan))
     remarks = "".join(f"<p>{html.escape(line)}</p>" for line in _remarks(plan))
     return (
-        f"<p>{html.escape(_title(plan))}</p><table><thead>{row(_HEADER, 'th')}</thead>"
+        f"<p>{html.escape(_title(plan))}</p><table><thead>{row(_header(plan), 'th')}</thead>"
         f"<tbody>{body}</tbody></table>{remarks}"
     )
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Plain data: what was asked, what was decided, bytes a device."""
+    host = plan.options.kv == "host"
     return {
         "model": {
             "name": plan.model.name,
@@ -132,10 +153,15 @@ def to_dict(plan: Plan) -> dict[str, Any]:
                 "weight_bytes": plan.weight_bytes(device),
                 "cache_bytes": plan.cache_bytes(device),
                 "staging_bytes": plan.staging_bytes(device),
+                "compute_bytes": plan.compute_bytes(device),
+                "kept": asdict(plan.residency.devices[device]) if host else None,
             }
             for device, info in enumerate(plan.mesh.devices)
         ],
-        "layers": [_plain(asdict(layer)) for layer in plan.layers],
+        "layers": [
+            _plain(asdict(layer) | ({"resident_pages": pages} if host else {}))
+            for layer, pages in zip(plan.layers, plan.residency.pages, strict=True)
+        ],
     }
 
 

@@ -30,16 +30,36 @@ def full_pages(options: PlanOptions, window: int | None = None) -> int:
     return pages if window is None else min(pages, -(-window // options.page) + 1)
 
 
-def pages_read(options: PlanOptions, position: int, window: int | None = None) -> int:
-    """Full pages that the query at `position` (with as many earlier positions) reads.
+def live_pages(options: PlanOptions, position: int, window: int | None = None) -> range:
+    """Indexes of the full pages that the query at `position` (with as many earlier ones) reads.
 
     A query of a window layer sees keys k with position - k < window.
     """
-    full = position // options.page
-    if window is None:
-        return full
-    first = max(0, position - window + 1) // options.page
-    return max(0, full - first)
+    first = 0 if window is None else max(0, position - window + 1) // options.page
+    return range(first, position // options.page)
+
+
+def pages_read(options: PlanOptions, position: int, window: int | None = None) -> int:
+    """How many full pages the query at `position` reads."""
+    return len(live_pages(options, position, window))
+
+
+def is_resident(page: int, kept: int, full: int) -> bool:
+    """Whether the page of an index stays on the device, `kept` of `full` pages staying.
+
+    Indexes count modulo `full`: of the live pages of a window layer, which are at most that many
+    and follow each other, no more than `kept` stay.
+    """
+    return full > 0 and page % full < kept
+
+
+def resident_pages(pages: range, kept: int, full: int) -> int:
+    """How many of the pages `is_resident` says yes to."""
+
+    def below(stop: int) -> int:
+        return stop // full * kept + min(stop % full, kept)
+
+    return below(pages.stop) - below(pages.start) if full and pages else 0
 
 
 def position_bytes(layer: LayerShape, options: PlanOptions) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sharding.axes import Axis, axis
 from sharding.errors import PlanError
@@ -16,6 +17,8 @@ class LayerShape:
     output's; `gated_q` says that the query projection carries a gate (both only matter to
     llama.cpp's rounding). `window` is the number of positions a query sees, None for all. A layer
     that does not own its cache reads that of the last earlier layer of its kind that does.
+    `cache_context` says whose cache it is: the main model's or a draft's (a draft head or model
+    planned along), which residency budgets keep apart.
     `kv_heads` is 0 for a layer without attention, `mlp` is 0 for one without an MLP.
     """
 
@@ -29,6 +32,7 @@ class LayerShape:
     owns_cache: bool = True
     gated_q: bool = False
     o_block: int = 1
+    cache_context: Literal["main", "draft"] = "main"
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "mlp"):
@@ -37,6 +41,13 @@ class LayerShape:
             _at_least(self, name, 1)
         if self.window is not None:
             _at_least(self, "window", 1)
+        if self.cache_context not in ("main", "draft"):
+            raise PlanError(f"cache_context is {self.cache_context!r}; it must be main or draft.")
+
+    @property
+    def cache_kind(self) -> tuple[object, ...]:
+        """What two layers must have in common to share a cache."""
+        return self.kv_heads, self.k_dim, self.v_dim, self.window, self.cache_context
 
 
 @dataclass(frozen=True)
@@ -62,12 +73,9 @@ class ModelShape:
         own = self.layers[layer]
         if own.owns_cache:
             return layer
-        kind = (own.kv_heads, own.k_dim, own.v_dim, own.window)
         for index in range(layer - 1, -1, -1):
             other = self.layers[index]
-            if other.owns_cache and (
-                (other.kv_heads, other.k_dim, other.v_dim, other.window) == kind
-            ):
+            if other.owns_cache and other.cache_kind == own.cache_kind:
                 return index
         raise PlanError(
             f"layer {layer} owns no cache and no earlier layer of its shape does; set owns_cache."

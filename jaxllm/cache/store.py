@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxllm.models.layers import Array, Device
+from sharding.links import Place, deliver, host_array
 
-Place = Literal["device", "pinned", "pageable"]
 Pages = tuple[Array | np.ndarray, ...]
 
 
@@ -101,7 +101,6 @@ class PageStore:
         self._busy: deque[Array] = deque()  # one small result of each step in progress
         self._again = False
         self._on_device = SingleDeviceSharding(device, memory_kind="device")
-        self._pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
 
     # Holding pages
 
@@ -177,10 +176,8 @@ class PageStore:
     def _group(
         self, pages: Pages, rows: tuple[int, ...], firsts: tuple[int, ...], place: Place
     ) -> Group:
-        if place == "pinned":
-            pages = tuple(jax.device_put(p, self._pinned) for p in pages)
-        elif place == "pageable":
-            pages = tuple(np.array(p) for p in pages)
+        if place != "device":
+            pages = tuple(host_array(p, place, self.device) for p in pages)
         table = np.asarray([*rows, *firsts, len(rows)], np.int32)
         return Group(pages, rows, firsts, place, jax.device_put(table, self._on_device))
 
@@ -242,6 +239,5 @@ class PageStore:
     def _issue(self) -> None:
         group = self._queue[self._issued % len(self._queue)]
         # A numpy page may be taken over without a copy; pages never change, so that is safe.
-        pages = tuple(jax.device_put(p, self._on_device) for p in group.pages)
-        self._ahead.append((group, pages))
+        self._ahead.append((group, deliver(group.pages, self.device)))
         self._issued += 1

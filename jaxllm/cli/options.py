@@ -54,6 +54,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _bytes_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+_bytes_or_auto.__name__ = "number of bytes or auto"  # argparse names it in its message
+
+
 def add_split(parser: argparse.ArgumentParser) -> None:
     """Everything that decides the plan: devices, shares, cache, engine."""
     plan = PlanOptions
@@ -70,6 +77,12 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     add("-nkvo", "--no-kv-offload", action="store_true", help=host)
     add("-ctk", "--cache-type-k", choices=types, help="type of cached keys (default as --dtype)")
     add("-ctv", "--cache-type-v", choices=types, help="type of cached values (default as --dtype)")
+    kept = "of a host cache, layers to keep on the devices, the slowest link first"
+    add("-kvgl", "--kv-gpu-layers", type=int, metavar="N", help=kept)
+    room = "of a host cache, bytes to keep on each device, or auto: what is free"
+    add("--kv-device-bytes", type=_bytes_or_auto, metavar="B", help=room)
+    rates = "GB/s from host memory to each device, as 24.2,3.3 (default: measured if needed)"
+    add("--link-gbps", metavar="RATES", help=rates)
     turn = "rotate what a quantised cache stores (default on)"
     add("--kv-rotate", action=argparse.BooleanOptionalAction, help=turn)
     ctx = "positions a sequence may have (default 2048, or the model's if that is less)"
@@ -103,6 +116,9 @@ def split_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "kv": "host" if args.no_kv_offload else None,
         "cache_type_k": args.cache_type_k,
         "cache_type_v": args.cache_type_v,
+        "kv_gpu_layers": args.kv_gpu_layers,
+        "kv_device_bytes": args.kv_device_bytes,
+        "link_gbps": args.link_gbps,
         "kv_rotate": args.kv_rotate,
         "ctx": args.ctx_size,
         "parallel": args.parallel,

@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; a plan that does not fit is printed and then an error."""
     from jaxllm import hub
     from jaxllm.gguf import open_gguf
-    from jaxllm.llm import open_mesh, plan_gguf
+    from jaxllm.llm import open_mesh
+    from jaxllm.planning import plan_gguf
 
     file = open_gguf(hub.resolve(args.model))
     plan = plan_gguf(file, open_mesh(args.devices), **split_arguments(args)).plan

@@ -10,14 +10,12 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import Mesh as JaxMesh
 
-from jaxllm.cache.store import Place
 from jaxllm.cache.types import CACHE_TYPES, CacheFormat
 from jaxllm.engine.base import Engine
 from jaxllm.engine.fused import AXIS, FusedEngine
 from jaxllm.engine.staged import StagedEngine
 from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig, ModelConfig
-from jaxllm.models.layers import Device
 from jaxllm.models.weights import (
     LocalModel,
     Progress,
@@ -29,6 +27,7 @@ from jaxllm.models.weights import (
     whole_model,
 )
 from sharding import Mesh, Plan, PlanOptions, make_plan, replications, rotates
+from sharding.links import Place, places
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,6 @@ def plan_model(
     return PlannedModel(plan, block, whole, dtype)
 
 
-def host_place(devices: list[Device]) -> Place:
-    """Pinned host memory where every device offers it, else pageable."""
-    kinds = [{m.kind for m in d.addressable_memories()} for d in devices]
-    return "pinned" if all("pinned_host" in k for k in kinds) else "pageable"
-
-
 def build_engine(
     model: PlannedModel,
     source: Source,
@@ -135,5 +128,9 @@ def build_engine(
         load_device(plan, model.whole, local, source, i, devices[i], progress)
         for i, local in enumerate(models)
     ]
-    everywhere: Place = "device" if plan.options.kv == "device" else host_place(devices)
-    return StagedEngine(plan, models, leaves, devices, place or (lambda *_: everywhere))
+    on_host = places(devices)[0]
+
+    def planned(device: int, layer: int, first: int) -> Place:
+        return "device" if plan.resident(device, layer, first) else on_host
+
+    return StagedEngine(plan, models, leaves, devices, place or planned)

@@ -31,7 +31,7 @@ from jaxllm.cache.attention import (
     join_page,
     ring_block,
 )
-from jaxllm.cache.store import PageStore, Place, group_sizes
+from jaxllm.cache.store import PageStore, group_sizes
 from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
 from jaxllm.engine.local import (
     Top,
@@ -46,6 +46,7 @@ from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, exchange, ring_positions
+from sharding.links import Place
 
 
 class Layer(NamedTuple):

@@ -96,10 +96,11 @@ def test_planned_bytes_are_measured_bytes(kv: str, cut: dict):
         assert _ring_bytes(llm, device) + held["device"] == planned["device"]
         assert growth[device] <= held["device"] + plan.staging_bytes(device) + 4096
         needed = plan.weight_bytes(device) + planned["device"] + plan.staging_bytes(device)
-        assert plan.needed_bytes(device) == needed
+        assert plan.needed_bytes(device) == needed + plan.compute_bytes(device)
         told = plan.to_dict()["devices"][device]
         assert told["cache_bytes"] == planned
         assert told["staging_bytes"] == plan.staging_bytes(device)
+        assert told["compute_bytes"] == plan.compute_bytes(device)
         assert told["weight_bytes"] == plan.weight_bytes(device)
 
 

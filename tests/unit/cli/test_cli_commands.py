@@ -198,7 +198,8 @@ def test_options_reach_the_plan_under_their_names():
     line = (
         "generate x -sm tensor -ts 3,1 -as 2,1 -nkvo -ctk q8_0 -ctv bf16 --no-kv-rotate -c 99"
         " -np 3 -ub 64 --dtype float16 --engine staged --rounding llama.cpp --dither --kv-replicate"
-        " --page 32 --group-pages 5 --prefetch 6 --devices 2"
+        " --page 32 --group-pages 5 --prefetch 6 --devices 2 -kvgl 4 --kv-device-bytes auto"
+        " --link-gbps 24.2,3.3"
     )
     args = make_parser().parse_args(line.split())
     assert args.devices == 2
@@ -209,6 +210,9 @@ def test_options_reach_the_plan_under_their_names():
         "kv": "host",
         "cache_type_k": "q8_0",
         "cache_type_v": "bf16",
+        "kv_gpu_layers": 4,
+        "kv_device_bytes": "auto",
+        "link_gbps": "24.2,3.3",
         "kv_rotate": False,
         "ctx": 99,
         "parallel": 3,
@@ -223,7 +227,7 @@ def test_options_reach_the_plan_under_their_names():
         "prefetch": 6,
     }
     renamed = {"parallel": "slots", "dtype": "itemsize"}
-    fields = {renamed.get(name, name) for name in split_arguments(args)}
+    fields = {renamed.get(name, name) for name in split_arguments(args)} - {"link_gbps"}
     assert fields == {field.name for field in dataclasses.fields(PlanOptions)}
     assert split_arguments(make_parser().parse_args(["generate", "x"])) == {}
 

@@ -15,7 +15,6 @@ from sharding import (
     ModelShape,
     PlanError,
     PlanOptions,
-    fitting_plan,
     full_pages,
     make_plan,
     pages_read,
@@ -161,11 +160,13 @@ def test_a_plan_that_does_not_fit():
     need = make_plan(shape, Mesh.virtual(2), SMALL, tensors(shape)).needed_bytes(1)
     roomy, tight = DeviceInfo("gpu:0", free=need), DeviceInfo("gpu:1", free=need - 1)
     with pytest.raises(DoesNotFit) as error:
-        fitting_plan(shape, Mesh((roomy, tight)), SMALL, tensors(shape))
+        make_plan(shape, Mesh((roomy, tight)), SMALL, tensors(shape)).check_fit()
     assert (error.value.device, error.value.needed, error.value.free) == ("gpu:1", need, need - 1)
     smaller = replace(SMALL, ctx=128)
-    assert fitting_plan(shape, Mesh((roomy, tight)), smaller, tensors(shape)).engine == "fused"
-    assert fitting_plan(shape, Mesh.virtual(2), SMALL, tensors(shape))
+    plan = make_plan(shape, Mesh((roomy, tight)), smaller, tensors(shape))
+    assert plan.check_fit() is plan
+    assert plan.engine == "fused"
+    assert make_plan(shape, Mesh.virtual(2), SMALL, tensors(shape)).check_fit()
 
 
 def test_the_report():

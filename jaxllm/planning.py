@@ -1,0 +1,115 @@
+"""From the arguments of `LLM`, named as llama.cpp's options, to the plan of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gguf import GGML_QUANT_SIZES
+
+from jaxllm.engine.build import PlannedModel, plan_model
+from jaxllm.errors import OptionError
+from jaxllm.gguf.metadata import Metadata
+from jaxllm.gguf.reader import GGUFFile
+from jaxllm.models.block import Block
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.registry import family
+from jaxllm.models.sources import GGUFSource
+from jaxllm.models.weights import slots
+from jaxllm.runtime import default_dtype, links_file
+from sharding import Mesh, PlanOptions, parse_shares, position_bytes
+from sharding.links import Delivery, measured, places, with_links
+
+DEFAULT_CTX = 2048
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def options_from(
+    *,
+    mesh: Mesh,
+    ctx_train: int = 0,
+    split_mode: str | None = None,
+    tensor_split: str | Sequence[float] | None = None,
+    attn_split: str | Sequence[float] | None = None,
+    kv: str = "device",
+    cache_type_k: str | None = None,
+    cache_type_v: str | None = None,
+    dtype: str | None = None,
+    ctx: int | None = None,
+    parallel: int = 1,
+    ubatch: int = 512,
+    **more: Any,
+) -> tuple[PlanOptions, str]:
+    """Plan options and dtype from the arguments of `LLM`, with their defaults.
+
+    The cache has the compute dtype, the context the model's own up to 2048, several devices
+    `layer` unless these say otherwise.
+    """
+    dtype = dtype or default_dtype(mesh.devices[0].platform)
+    if dtype not in DTYPES:
+        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    own_type = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
+    if ctx is not None and ctx < 1:
+        raise OptionError(f"the context (-c) must be at least 1 position, not {ctx}")
+    return (
+        PlanOptions(
+            split_mode=split_mode or ("layer" if len(mesh) > 1 else "none"),  # type: ignore
+            tensor_split=parse_shares(tensor_split, len(mesh), "--tensor-split/-ts"),
+            attn_split=parse_shares(attn_split, len(mesh), "--attn-split/-as"),
+            kv=kv,  # type: ignore
+            cache_type_k=cache_type_k or own_type,  # type: ignore
+            cache_type_v=cache_type_v or own_type,  # type: ignore
+            ctx=ctx or min(ctx_train or DEFAULT_CTX, DEFAULT_CTX),
+            slots=parallel,
+            ubatch=ubatch,
+            **more,
+        ),
+        dtype,
+    )
+
+
+def plan_config(
+    block: type[Block],
+    cfg: ModelConfig,
+    mesh: Mesh,
+    *,
+    mlp_block: int = 32,
+    link_gbps: str | Sequence[float] | None = None,
+    **arguments: Any,
+) -> PlannedModel:
+    """The plan of a model over a mesh; `arguments` are those of `LLM`.
+
+    Link rates decide which device keeps pages of a host cache; where they are needed and not given
+    they are measured, once.
+    """
+    options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
+    if link_gbps is not None:
+        mesh = with_links(mesh, link_gbps)
+    elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
+        mesh = measured(mesh, _delivery(cfg, mesh, options), links_file())
+    return plan_model(block, cfg, mesh, options, dtype, mlp_block)
+
+
+def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
+    """How full pages are sent: copies as large as an even share of the widest layer makes them,
+    in a power of two so that models of about one size share a measurement."""
+    shapes = cfg.shape().layers
+    widest = max(shape.kv_heads * position_bytes(shape, options) for shape in shapes)
+    parts = len(mesh) if options.split_mode == "tensor" else 1
+    size = options.group_pages * options.page * widest // parts
+    place = places(mesh.jax_devices or ())[0]
+    return Delivery(place, 1 << (size - 1).bit_length(), options.prefetch)
+
+
+def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
+    """The plan of a GGUF file over a mesh, its tensors checked; `arguments` are those of `LLM`."""
+    kin = family(file.architecture)
+    cfg = kin.configure(Metadata.of(file), file.tensors)
+    blocks = [
+        GGML_QUANT_SIZES[info.type][0]
+        for name, info in file.tensors.items()
+        if name.endswith(("ffn_down.weight", "ffn_down_exps.weight"))
+    ]
+    model = plan_config(kin.block, cfg, mesh, mlp_block=max([32, *blocks]), **arguments)
+    GGUFSource(file, model.whole.cfg).check(slots(model.whole))
+    return model
