@@ -15,149 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxllm.cache.attention import (
-    Carry,
-    Ring,
-    attend_pages,
-    attend_tail,
-    empty_ring,
-    join_page,
-    ring_block,
-)
+from jaxllm.cache.attention import Ring, empty_ring
 from jaxllm.cache.store import PageStore, group_sizes
 from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
-from jaxllm.engine.local import (
-    Top,
-    begin_attention,
-    end_attention,
-    head_logits,
-    pack_step,
-    unpack_step,
-)
-from jaxllm.models.block import BlockDef
-from jaxllm.models.config import LayerConfig
+from jaxllm.engine.local import pack_step
+from jaxllm.engine.stages import Layer, Queries, StageIn, attend, cut, embed, head, stage
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, exchange, ring_positions
 from sharding.links import Place
-
-
-class Layer(NamedTuple):
-    """A layer's static part on one device."""
-
-    block: BlockDef
-    cfg: LayerConfig
-
-
-class Queries(NamedTuple):
-    """What a device holds between a layer's stages: queries [N, K, G, T, H] and their carry."""
-
-    q: Array
-    carry: Carry
-
-
-class StageIn(NamedTuple):
-    """Arguments of a stage; what its pieces do not read is None."""
-
-    here: tuple[Array, ...] = ()  # leaves of the layer that ends
-    there: tuple[Array, ...] = ()  # leaves of the layer that begins
-    x: Array | None = None  # residual [N, T, D]
-    parts: tuple[Array, ...] | None = None  # partials, summed in this order
-    queries: Queries | None = None
-    tail: Ring | None = None  # of the layer that ends
-
-
-class StageOut(NamedTuple):
-    """Results of a stage; what its pieces do not make is None."""
-
-    x: Array | None  # residual, where it changed
-    partial: Array | None
-    queries: Queries | None
-    ring: Ring | None  # of the layer that begins
-
-
-@partial(jax.jit, static_argnames=("pieces", "here", "there", "page"), donate_argnames=("ring",))
-def _stage(
-    given: StageIn,
-    ring: Ring | None,
-    packed: Array,
-    *,
-    pieces: tuple[str, ...],
-    here: Layer | None,
-    there: Layer | None,
-    page: int,
-) -> StageOut:
-    """Run pieces in order; `ring` is that of the layer that begins."""
-    step = unpack_step(packed)
-    old: Any = None if here is None else here.block.bind(given.here)
-    new: Any = None if there is None else there.block.bind(given.there)
-    x, total, begun, changed = given.x, None, None, False
-    if given.parts is not None:
-        total = sum(given.parts[1:], given.parts[0])
-    for piece in pieces:
-        if piece == "enter":
-            x, total, changed = total, None, True
-        elif piece == "in":
-            assert there is not None and x is not None and ring is not None
-            q, carry, ring = begin_attention(new, there.cfg, x, ring, step)
-            begun = Queries(q, carry)
-        elif piece == "out":
-            assert here is not None and given.queries is not None and given.tail is not None
-            q, carry = given.queries
-            carry = attend_tail(
-                here.cfg, carry, q, given.tail, step.row, step.positions, step.floor, page
-            )
-            total = end_attention(old, here.cfg, carry, q.dtype)
-        elif piece == "after":
-            x, total, changed = old.join_attention(x, total), None, True
-        elif piece == "mlp":
-            total = old.mlp(x)
-        elif piece == "join":
-            x, total, changed = old.join_mlp(x, total), None, True
-    return StageOut(x if changed else None, total, begun, None if begun is None else ring)
-
-
-@partial(jax.jit, static_argnames=("cfg",), donate_argnames=("carry",))
-def _attend(
-    carry: Carry,
-    q: Array,
-    pages: tuple[Array, ...],
-    table: Array,
-    packed: Array,
-    *,
-    cfg: LayerConfig,
-) -> tuple[Carry, Array]:
-    """Fold a group; also a small result, by whose arrival the store knows that the step ended."""
-    step = unpack_step(packed)
-    carry = attend_pages(cfg, carry, q, pages, table, step.row, step.positions)
-    return carry, carry.m[:1, :1, :1, :1]
-
-
-@partial(jax.jit, static_argnames=("ends",))
-def _embed(leaves: tuple[Array, ...], vocab: Array, packed: Array, *, ends: BlockDef) -> Array:
-    return ends.bind(leaves).embed(unpack_step(packed).tokens, vocab[0])
-
-
-@partial(jax.jit, static_argnames=("ends", "top"))
-def _head(
-    leaves: tuple[Array, ...], vocab: Array, x: Array, at: Array, *, ends: BlockDef, top: int
-) -> Array | Top:
-    return head_logits(ends.bind(leaves), x, at, vocab, top)
-
-
-@partial(jax.jit, static_argnames=("page", "pages"))
-def _cut(ring: Ring, row: Array, first: Array, *, page: int, pages: int) -> tuple[Array, ...]:
-    """Pages [M, K, P, ...] of a row of a ring, from position `first` on."""
-    blocks = [ring_block(ring, row, 1, (first + i * page)[None], page) for i in range(pages)]
-    k, v = (jnp.concatenate(b) for b in zip(*blocks, strict=True))
-    return join_page(k, v)
 
 
 class StagedEngine(Engine):
@@ -221,7 +92,7 @@ class StagedEngine(Engine):
         for i, (start, stop) in enumerate(self.plan.vocab):
             if stop > start:
                 leaves, ends = self.leaves[i], self.models[i].ends
-                outs.append(_head(leaves.ends, leaves.vocab, hidden[i], at, ends=ends, top=top))
+                outs.append(head(leaves.ends, leaves.vocab, hidden[i], at, ends=ends, top=top))
         parts = jax.device_get(outs)
         return merge_top(parts, top) if top else merge_logits(parts)
 
@@ -252,7 +123,7 @@ class StagedEngine(Engine):
                 for size in reversed(group_sizes(self.plan.options.group_pages)):
                     while left >= size:
                         if at + size * self.page > oldest:
-                            pages = _cut(
+                            pages = cut(
                                 ring, np.int32(row), np.int32(at), page=self.page, pages=size
                             )
                             store.add(layer, row, at, pages)
@@ -270,7 +141,7 @@ class StagedEngine(Engine):
                 first_of_kind = {(model.cfg.layers[i], model.kv_heads[i]): i for i in rings}
                 for layer in first_of_kind.values():
                     at = np.int32(0)
-                    pages = _cut(rings[layer], at, at, page=self.page, pages=size)
+                    pages = cut(rings[layer], at, at, page=self.page, pages=size)
                     self.stores[device].add(layer, 0, 0, pages)
             yield
             for store in self.stores:  # a group that loses a page is cut
@@ -307,7 +178,7 @@ class _Forward:
         holders = [i for i, (a, b) in enumerate(plan.vocab) if b > a]
         for i in holders:
             leaves, ends = engine.leaves[i], engine.models[i].ends
-            self.made[i] = _embed(leaves.ends, leaves.vocab, self.packed[i], ends=ends)
+            self.made[i] = embed(leaves.ends, leaves.vocab, self.packed[i], ends=ends)
         last = len(plan.layers) - 1
         self._exchange(plan.layers[0].devices)
         self._begin(0, ("enter",))
@@ -384,7 +255,7 @@ class _Forward:
             queries=self.queries.pop(device) if out else None,
             tail=rings[here] if out and here is not None else None,
         )
-        result = _stage(
+        result = stage(
             given,
             None if there is None else rings[there],
             self.packed[device],
@@ -407,6 +278,6 @@ class _Forward:
         store, cfg = engine.stores[device], engine.models[device].cfg.layers[index]
         q, carry = self.queries[device]
         for pages, table in store.visit(index, self.row, self.rows):
-            carry, result = _attend(carry, q, pages, table, self.packed[device], cfg=cfg)
+            carry, result = attend(carry, q, pages, table, self.packed[device], cfg=cfg)
             store.done(result)
         self.queries[device] = Queries(q, carry)

@@ -1,0 +1,137 @@
+"""The programs of the staged engine: what one device runs between two exchanges or page groups.
+
+All are jitted at the level of the module with hashable static arguments, so that layers, models
+and devices of one shape share what is compiled.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache.attention import (
+    Carry,
+    Ring,
+    attend_pages,
+    attend_tail,
+    join_page,
+    ring_block,
+)
+from jaxllm.engine.local import Top, begin_attention, end_attention, head_logits, unpack_step
+from jaxllm.models.block import BlockDef
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.layers import Array
+
+
+class Layer(NamedTuple):
+    """A layer's static part on one device."""
+
+    block: BlockDef
+    cfg: LayerConfig
+
+
+class Queries(NamedTuple):
+    """What a device holds between a layer's stages: queries [N, K, G, T, H] and their carry."""
+
+    q: Array
+    carry: Carry
+
+
+class StageIn(NamedTuple):
+    """Arguments of a stage; what its pieces do not read is None."""
+
+    here: tuple[Array, ...] = ()  # leaves of the layer that ends
+    there: tuple[Array, ...] = ()  # leaves of the layer that begins
+    x: Array | None = None  # residual [N, T, D]
+    parts: tuple[Array, ...] | None = None  # partials, summed in this order
+    queries: Queries | None = None
+    tail: Ring | None = None  # of the layer that ends
+
+
+class StageOut(NamedTuple):
+    """Results of a stage; what its pieces do not make is None."""
+
+    x: Array | None  # residual, where it changed
+    partial: Array | None
+    queries: Queries | None
+    ring: Ring | None  # of the layer that begins
+
+
+@partial(jax.jit, static_argnames=("pieces", "here", "there", "page"), donate_argnames=("ring",))
+def stage(
+    given: StageIn,
+    ring: Ring | None,
+    packed: Array,
+    *,
+    pieces: tuple[str, ...],
+    here: Layer | None,
+    there: Layer | None,
+    page: int,
+) -> StageOut:
+    """Run pieces in order; `ring` is that of the layer that begins."""
+    step = unpack_step(packed)
+    old: Any = None if here is None else here.block.bind(given.here)
+    new: Any = None if there is None else there.block.bind(given.there)
+    x, total, begun, changed = given.x, None, None, False
+    if given.parts is not None:
+        total = sum(given.parts[1:], given.parts[0])
+    for piece in pieces:
+        if piece == "enter":
+            x, total, changed = total, None, True
+        elif piece == "in":
+            assert there is not None and x is not None and ring is not None
+            q, carry, ring = begin_attention(new, there.cfg, x, ring, step)
+            begun = Queries(q, carry)
+        elif piece == "out":
+            assert here is not None and given.queries is not None and given.tail is not None
+            q, carry = given.queries
+            carry = attend_tail(
+                here.cfg, carry, q, given.tail, step.row, step.positions, step.floor, page
+            )
+            total = end_attention(old, here.cfg, carry, q.dtype)
+        elif piece == "after":
+            x, total, changed = old.join_attention(x, total), None, True
+        elif piece == "mlp":
+            total = old.mlp(x)
+        elif piece == "join":
+            x, total, changed = old.join_mlp(x, total), None, True
+    return StageOut(x if changed else None, total, begun, None if begun is None else ring)
+
+
+@partial(jax.jit, static_argnames=("cfg",), donate_argnames=("carry",))
+def attend(
+    carry: Carry,
+    q: Array,
+    pages: tuple[Array, ...],
+    table: Array,
+    packed: Array,
+    *,
+    cfg: LayerConfig,
+) -> tuple[Carry, Array]:
+    """Fold a group; also a small result, by whose arrival the store knows that the step ended."""
+    step = unpack_step(packed)
+    carry = attend_pages(cfg, carry, q, pages, table, step.row, step.positions)
+    return carry, carry.m[:1, :1, :1, :1]
+
+
+@partial(jax.jit, static_argnames=("ends",))
+def embed(leaves: tuple[Array, ...], vocab: Array, packed: Array, *, ends: BlockDef) -> Array:
+    return ends.bind(leaves).embed(unpack_step(packed).tokens, vocab[0])
+
+
+@partial(jax.jit, static_argnames=("ends", "top"))
+def head(
+    leaves: tuple[Array, ...], vocab: Array, x: Array, at: Array, *, ends: BlockDef, top: int
+) -> Array | Top:
+    return head_logits(ends.bind(leaves), x, at, vocab, top)
+
+
+@partial(jax.jit, static_argnames=("page", "pages"))
+def cut(ring: Ring, row: Array, first: Array, *, page: int, pages: int) -> tuple[Array, ...]:
+    """Pages [M, K, P, ...] of a row of a ring, from position `first` on."""
+    blocks = [ring_block(ring, row, 1, (first + i * page)[None], page) for i in range(pages)]
+    k, v = (jnp.concatenate(b) for b in zip(*blocks, strict=True))
+    return join_page(k, v)
