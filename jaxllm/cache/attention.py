@@ -153,10 +153,10 @@ def ring_block(ring: Ring, row: Array, rows: int, first: Array, page: int) -> tu
 def ring_step(chunk: int, capacity: int) -> int:
     """Positions of the blocks in which a ring is folded for a chunk of so many queries.
 
-    One query reads at most an eighth of the ring for nothing, and never folds more than eight
+    One query reads at most a sixteenth of the ring for nothing, and never folds more than sixteen
     blocks of a long one; a chunk wants products that are large and scores that stay small.
     """
-    wanted = max(128, capacity // 8 if chunk == 1 else min(chunk, 512))
+    wanted = max(128, capacity // 16 if chunk == 1 else min(chunk, 512))
     return min(1 << (wanted.bit_length() - 1), capacity & -capacity)
 
 

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxllm.models.block import Block, BlockDef, block_def, ends_def
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.layers import Device
+from jaxllm.models.memory import Arena
 from sharding import Plan, TensorShape
 
 
@@ -112,19 +113,11 @@ def slots(model: LocalModel) -> list[Slot]:
     return layers + list(_slots_of(model.ends, None))
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Zeros at a 64-byte boundary, which the CPU backend takes over without a copy."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.zeros(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
 def _slice(
-    plan: Plan, slot: Slot, shape: tuple[int, ...], device: int, source: Source
+    plan: Plan, slot: Slot, shape: tuple[int, ...], device: int, source: Source, arena: Arena
 ) -> np.ndarray:
     """The slice of `slot` that `device` holds, in the leading corner of an array of `shape`."""
-    out = aligned_zeros(shape, slot.dtype)
+    out = arena.zeros(shape, slot.dtype)
     if plan.padded or plan.holds(slot.tensor, device):
         index = plan.slices(slot.tensor, device)
         own = tuple(
@@ -178,13 +171,18 @@ def load_device(
     placement = SingleDeviceSharding(target)
 
     def job(slot: Slot, part: Slot) -> Callable[[], jax.Array]:
-        return lambda: jax.device_put(_slice(plan, slot, part.shape, device, source), placement)
+        def run() -> jax.Array:
+            values = _slice(plan, slot, part.shape, device, source, arena)
+            return jax.device_put(values, placement)
+
+        return run
 
     start, stop = plan.vocab[device]
     here = {i for i, layer in enumerate(plan.layers) if device in layer.devices}
     here |= {None} if stop > start else set()
     pairs = zip(slots(whole), slots(local), strict=True)
     work = [(s.path, job(s, part), _bytes(part)) for s, part in pairs if s.layer in here]
+    arena = Arena(target, sum(size for _, _, size in work), len(work))
     vocab = jax.device_put(np.asarray([start, stop - start], np.int32), placement)
     return _assemble(local, _gather(work, progress), vocab)
 
@@ -210,7 +208,8 @@ def load_stacked(
         def run() -> jax.Array:
             own = [
                 jax.device_put(
-                    _slice(plan, slot, part.shape, i, source)[None], SingleDeviceSharding(d)
+                    _slice(plan, slot, part.shape, i, source, arenas[i])[None],
+                    SingleDeviceSharding(d),
                 )
                 for i, d in enumerate(devices)
             ]
@@ -220,6 +219,8 @@ def load_stacked(
 
     pairs = zip(slots(whole), slots(local), strict=True)
     work = [(s.path, job(s, part), _bytes(part) * len(devices)) for s, part in pairs]
+    each = sum(size for _, _, size in work) // len(devices)
+    arenas = [Arena(d, each, len(work)) for d in devices]
     vocab = [
         jax.device_put(np.asarray([[a, b - a]], np.int32), SingleDeviceSharding(d))
         for (a, b), d in zip(plan.vocab, devices, strict=True)
