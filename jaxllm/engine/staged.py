@@ -24,7 +24,7 @@ from jaxllm.cache.attention import Ring, empty_ring
 from jaxllm.cache.store import PageStore, group_sizes
 from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
 from jaxllm.engine.local import pack_step
-from jaxllm.engine.stages import Layer, Queries, StageIn, attend, cut, embed, head, stage
+from jaxllm.engine.stages import Queries, StageIn, attend, cut, embed, head, layer_of, stage
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, exchange, ring_positions
@@ -47,6 +47,10 @@ class StagedEngine(Engine):
         place: Callable[[int, int, int], Place],
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
+        self.layers = [
+            [layer_of(block, cfg) for block, cfg in zip(m.blocks, m.cfg.layers, strict=True)]
+            for m in models
+        ]
         options = plan.options
         self.page = options.page
         self.floor = np.zeros(options.slots, np.int32)
@@ -73,10 +77,6 @@ class StagedEngine(Engine):
                 capacity = ring_positions("staged", options, cfg.window)
                 rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
         return rings
-
-    def layer(self, device: int, index: int) -> Layer:
-        model = self.models[device]
-        return Layer(model.blocks[index], model.cfg.layers[index])
 
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> dict[int, Array]:
         rows = len(tokens)
@@ -260,8 +260,8 @@ class _Forward:
             None if there is None else rings[there],
             self.packed[device],
             pieces=pieces,
-            here=None if here is None else engine.layer(device, here),
-            there=None if there is None else engine.layer(device, there),
+            here=None if here is None else engine.layers[device][here],
+            there=None if there is None else engine.layers[device][there],
             page=engine.page,
         )
         if result.x is not None:
@@ -275,9 +275,9 @@ class _Forward:
 
     def _attend(self, device: int, index: int) -> None:
         engine = self.engine
-        store, cfg = engine.stores[device], engine.models[device].cfg.layers[index]
+        store, here = engine.stores[device], engine.layers[device][index]
         q, carry = self.queries[device]
         for pages, table in store.visit(index, self.row, self.rows):
-            carry, result = attend(carry, q, pages, table, self.packed[device], cfg=cfg)
+            carry, result = attend(carry, q, pages, table, self.packed[device], here=here)
             store.done(result)
         self.queries[device] = Queries(q, carry)

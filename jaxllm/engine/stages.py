@@ -6,7 +6,8 @@ and devices of one shape share what is compiled.
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +27,16 @@ from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array
 
 
-class Layer(NamedTuple):
-    """A layer's static part on one device."""
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer's static part on one device. Compared by identity: `layer_of` gives the same object
+    for the same arguments, and programs look it up in every step."""
 
     block: BlockDef
     cfg: LayerConfig
+
+
+layer_of = cache(Layer)
 
 
 class Queries(NamedTuple):
@@ -101,7 +107,7 @@ def stage(
     return StageOut(x if changed else None, total, begun, None if begun is None else ring)
 
 
-@partial(jax.jit, static_argnames=("cfg",), donate_argnames=("carry",))
+@partial(jax.jit, static_argnames=("here",), donate_argnames=("carry",))
 def attend(
     carry: Carry,
     q: Array,
@@ -109,11 +115,11 @@ def attend(
     table: Array,
     packed: Array,
     *,
-    cfg: LayerConfig,
+    here: Layer,
 ) -> tuple[Carry, Array]:
     """Fold a group; also a small result, by whose arrival the store knows that the step ended."""
     step = unpack_step(packed)
-    carry = attend_pages(cfg, carry, q, pages, table, step.row, step.positions)
+    carry = attend_pages(here.cfg, carry, q, pages, table, step.row, step.positions)
     return carry, carry.m[:1, :1, :1, :1]
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -33,9 +34,10 @@ class Leaves(NamedTuple):
     vocab: jax.Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LocalModel:
-    """One device's slice without its values; hashable, equal for equal shapes."""
+    """One device's slice without its values. Compared by identity: `local_model` gives the same
+    object for the same arguments, and programs look it up in every step."""
 
     cfg: ModelConfig
     blocks: tuple[BlockDef, ...]
@@ -80,7 +82,10 @@ def local_model(
         block_def(block, layer, k, f, cfg.embed, dtype)
         for layer, k, f in zip(cfg.layers, kv_heads, columns, strict=True)
     )
-    return LocalModel(cfg, blocks, ends_def(cfg, rows, dtype), tuple(kv_heads))
+    return _interned(cfg, blocks, ends_def(cfg, rows, dtype), tuple(kv_heads))
+
+
+_interned = cache(LocalModel)
 
 
 def whole_model(block: type[Block], cfg: ModelConfig, dtype: str) -> LocalModel:
