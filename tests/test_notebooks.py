@@ -57,5 +57,5 @@ def test_a_notebook_runs(path: Path, smollm2_path: Path, monkeypatch: pytest.Mon
         if cell.cell_type == "code"
         for output in cell.outputs
     )
-    assert "Paris" in texts
-    assert "the same tokens: False" not in texts
+    assert "Paris" in texts or path.stem != "01_first_steps"
+    assert "the same tokens: True" in texts and "the same tokens: False" not in texts

@@ -92,8 +92,7 @@ def reference() -> LLM:
 
 
 @pytest.mark.xdist_group("edges")
-@pytest.mark.parametrize("page", [16, 64, 256])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("devices", "page"), [(1, 16), (1, 64), (1, 256), (2, 64)])
 def test_prompts_at_the_edges_of_pages(devices: int, page: int, reference: LLM):
     cut = dict(devices=devices, split_mode="tensor" if devices > 1 else "none")
     llm = random_llm(MODEL, page=page, kv="host", **cut, **LONG)
