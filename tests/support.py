@@ -85,6 +85,7 @@ class Trace:
 
 def feed(llm: LLM, row: int, prompt: Sequence[int]) -> np.ndarray:
     """Prefill one row; the logits [T, V] after each of its tokens."""
+    llm.forget()
     rows = []
     for hidden, used, size in prefill(llm.engine, row, prompt, llm.plan.options.ubatch):
         rows.append(llm.engine.logits(hidden, np.arange(size)[None], 0)[:used])
