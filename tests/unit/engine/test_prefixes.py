@@ -13,6 +13,7 @@ from jaxllm.engine.prefixes import Held, Rows, Start
 from jaxllm.engine.staged import StagedEngine
 from support import (
     PAGE,
+    compilations,
     layer_config,
     make_llm,
     model_config,
@@ -20,7 +21,6 @@ from support import (
     small_model,
     with_layers,
 )
-from test_compilation import compilations
 
 UNEVEN = dict(devices=3, split_mode="tensor", attn_split="2,1,0")
 QUANTISED = dict(cache_type_k="q8_0", cache_type_v="q8_0")
