@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import PROMPT, STEPS, config
 from safetensors import safe_open
 
 from jaxllm import LLM, ModelConfig, SamplingParams
 from jaxllm.testing import random_llm
-from runs import PROMPT, STEPS, config
 from support import random_ids
 
 GREEDY = SamplingParams(max_tokens=STEPS, temperature=0)
