@@ -20,13 +20,15 @@ from jaxllm.errors import (
     ModelError,
     OptionError,
     PromptError,
+    SessionError,
     TokenizerError,
 )
 
 if TYPE_CHECKING:
     from jaxllm.engine.sampling import Logprob, SamplingParams
-    from jaxllm.llm import LLM, Completion, Piece
+    from jaxllm.llm import LLM
     from jaxllm.models.config import LayerConfig, ModelConfig, Rope
+    from jaxllm.results import Completion, Piece
 
 __version__ = "0.1.0"
 
@@ -45,17 +47,18 @@ __all__ = [
     "PromptError",
     "Rope",
     "SamplingParams",
+    "SessionError",
     "TokenizerError",
 ]
 
 # What needs jax is imported when it is first asked for: the command line starts without it.
 _LAZY = {
     "LLM": "jaxllm.llm",
-    "Completion": "jaxllm.llm",
+    "Completion": "jaxllm.results",
     "LayerConfig": "jaxllm.models.config",
     "Logprob": "jaxllm.engine.sampling",
     "ModelConfig": "jaxllm.models.config",
-    "Piece": "jaxllm.llm",
+    "Piece": "jaxllm.results",
     "Rope": "jaxllm.models.config",
     "SamplingParams": "jaxllm.engine.sampling",
 }

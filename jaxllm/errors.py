@@ -28,5 +28,9 @@ class PromptError(JaxllmError):
     """A prompt that is empty or does not fit the context."""
 
 
+class SessionError(JaxllmError):
+    """A session file that cannot be written or read, or does not fit the model."""
+
+
 class OptionError(JaxllmError):
     """An option whose value is out of range or contradicts another option."""

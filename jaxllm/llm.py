@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import index
 from os import PathLike
+from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
-from jaxllm import hub
+from jaxllm import hub, session
 from jaxllm.engine.base import Engine
 from jaxllm.engine.build import PlannedModel, build_engine
 from jaxllm.engine.fused import FusedEngine, empty_rings, pure_step
-from jaxllm.engine.generate import FinishReason, Request, generate, prefill
-from jaxllm.engine.sampling import Logprob, SamplingParams
+from jaxllm.engine.generate import Request, generate, prefill
+from jaxllm.engine.prefixes import Rows
+from jaxllm.engine.sampling import SamplingParams
 from jaxllm.engine.stopping import StopFilter
 from jaxllm.engine.warmup import warm_up
-from jaxllm.errors import OptionError, PromptError
+from jaxllm.errors import OptionError, PromptError, SessionError
 from jaxllm.gguf.reader import open_gguf
 from jaxllm.models.block import Block
 from jaxllm.models.config import ModelConfig
@@ -29,6 +30,7 @@ from jaxllm.models.layers import Device
 from jaxllm.models.sources import GGUFSource, RandomSource
 from jaxllm.models.weights import Progress, Source
 from jaxllm.planning import plan_config, plan_gguf
+from jaxllm.results import Completion, Piece, StepFn
 from jaxllm.runtime import keep_compiled_programs
 from jaxllm.text import StreamDecoder, Tokenizer, load_tokenizer
 from sharding import Mesh, Plan, ensure_devices
@@ -36,40 +38,6 @@ from sharding import Mesh, Plan, ensure_devices
 Prompt = str | Sequence[int]
 Devices = int | Sequence[Device] | None
 LOGIT_PLACES = 64  # positions that one head program takes when all are asked for
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a prompt became. Rates are tokens a second; link bytes are by device label, and those
-    of every request that ran at the same time."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    prompt_rate: float
-    generation_rate: float
-    link_bytes: Mapping[str, int]
-    logprobs: tuple[Logprob, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of streamed text and the tokens that it completes; the last one has a finish reason
-    and the whole completion."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    completion: Completion | None = None
-
-
-class StepFn(NamedTuple):
-    """A pure decode step and its first arguments; see `LLM.step_fn`."""
-
-    fn: Callable[..., Any]
-    params: Any
-    cache: Any
 
 
 class LLM:
@@ -93,6 +61,8 @@ class LLM:
         parallel      sequences that run at once (-np); more prompts wait for a free one
         ubatch        tokens of a prefill chunk, a power of two (-ub)
         engine        "auto", "fused" or "staged"
+        prefix_cache  keep what rows hold, so that a prompt that begins alike computes only the
+                      rest; changes no bit of a result
         page, group_pages, prefetch  positions of a page, pages of a copy, copies in flight
         rounding, dither, kv_replicate   how heads are cut; see `sharding.PlanOptions`
     """
@@ -104,9 +74,12 @@ class LLM:
         tokenizer: Tokenizer | None,
         progress: Progress | None = None,
         place: Callable[..., Any] | None = None,
+        prefix_cache: bool = True,
     ):
         self.model, self.tokenizer = model, tokenizer
         self._idle = Lock()
+        options = model.plan.options
+        self._rows = Rows(options.slots, max(options.page, options.ubatch), prefix_cache)
         self.engine: Engine = build_engine(model, source, progress, place)
 
     @classmethod
@@ -116,6 +89,7 @@ class LLM:
         *,
         devices: Devices = None,
         progress: bool = True,
+        prefix_cache: bool = True,
         **arguments: Any,
     ) -> LLM:
         """Load a GGUF file: a path, `hf:owner/repo/file.gguf`, or a name from `jaxllm models`."""
@@ -127,7 +101,8 @@ class LLM:
         model = plan_gguf(file, mesh, **arguments)
         with loading(model.plan, show=progress) as report:
             source = GGUFSource(file, model.whole.cfg)
-            return cls(model, source, load_tokenizer(file), report)
+            tokenizer = load_tokenizer(file)
+            return cls(model, source, tokenizer, report, prefix_cache=prefix_cache)
 
     @classmethod
     def from_config(
@@ -138,6 +113,7 @@ class LLM:
         devices: Devices = None,
         seed: int = 0,
         place: Callable[..., Any] | None = None,
+        prefix_cache: bool = True,
         **arguments: Any,
     ) -> LLM:
         """A model of random weights, the same under every plan; prompts are token ids.
@@ -147,7 +123,8 @@ class LLM:
         """
         mesh = open_mesh(devices)
         model = plan_config(block, cfg, mesh, **arguments)
-        return cls(model, RandomSource(model.whole.cfg, seed), None, place=place)
+        source = RandomSource(model.whole.cfg, seed)
+        return cls(model, source, None, place=place, prefix_cache=prefix_cache)
 
     @property
     def plan(self) -> Plan:
@@ -223,8 +200,8 @@ class LLM:
             return [self.logits(each) for each in cast(Sequence[Sequence[int]], ids)]
         prompt = self._checked(cast(Sequence[int], ids))
         rows = []
-        with self._engine_to_itself():
-            for hidden, used, size in prefill(self.engine, 0, prompt, self.plan.options.ubatch):
+        with self._engine_to_itself(), self._spare_row() as row:
+            for hidden, used, size in prefill(self.engine, row, prompt, self.plan.options.ubatch):
                 places = min(size, LOGIT_PLACES)
                 for at in range(0, used, places):
                     rows.append(self.engine.logits(hidden, at + np.arange(places)[None], 0))
@@ -233,8 +210,42 @@ class LLM:
 
     def warmup(self) -> None:
         """Compile every program that prompts and batches of any length up to the context need."""
+        self.forget()
         with self._engine_to_itself():
             warm_up(self.engine, self.plan, LOGIT_PLACES)
+
+    def forget(self) -> None:
+        """Drop what rows keep of finished sequences, and the memory that full pages take."""
+        with self._engine_to_itself():
+            for row in self._rows.holding():
+                self._rows.forget(row)
+                self.engine.release(row)
+
+    def save_session(self, path: str | PathLike[str]) -> None:
+        """Write the sequence that finished last, its tokens and its cache, to a file for
+        `load_session`, under this or any other plan of the model with the same cache types."""
+        with self._engine_to_itself():
+            latest = self._rows.latest()
+            if latest is None:
+                raise SessionError(
+                    "there is no session to save: no row holds a finished sequence; generate "
+                    "first, without prefix_cache=False"
+                )
+            row, held = latest
+            layers = self.engine.read_row(row, held.cached)
+            session.save(Path(path), self.config, session.Session(held, layers))
+
+    def load_session(self, path: str | PathLike[str]) -> list[int]:
+        """Put the sequence of a file into a row, as if it had just finished there; returns its
+        token ids. A prompt that begins with them goes on from it."""
+        if not self._rows.keep:
+            raise OptionError("a session needs prefix_cache=True to be of use; load the model so")
+        found = session.load(Path(path), self.config, self.plan.options.ctx)
+        with self._engine_to_itself(), self._spare_row(keep=True) as row:
+            self.engine.write_row(row, found.layers, found.held.cached)
+            self.engine.park(row)
+            self._rows.hold(row, found.held)
+        return list(found.held.tokens)
 
     def step_fn(self) -> StepFn:
         """A pure step (fn, params, cache) for use inside jax.jit and scan.
@@ -260,7 +271,7 @@ class LLM:
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, int | None]]:
         options = self.plan.options
         with self._engine_to_itself():
-            yield from generate(self.engine, requests, options.slots, options.ctx, options.ubatch)
+            yield from generate(self.engine, requests, self._rows, options.ctx, options.ubatch)
 
     @contextmanager
     def _engine_to_itself(self) -> Iterator[None]:
@@ -273,9 +284,21 @@ class LLM:
         try:
             yield
         finally:
-            for row in range(self.plan.options.slots):
-                self.engine.release(row)
             self._idle.release()
+
+    @contextmanager
+    def _spare_row(self, keep: bool = False) -> Iterator[int]:
+        """An empty row, made so if there is none; empty again at the end, or after an error."""
+        row = self._rows.spare(range(self.plan.options.slots))
+        self._rows.forget(row)
+        self.engine.release(row)
+        done = False
+        try:
+            yield row
+            done = True
+        finally:
+            if not (keep and done):
+                self.engine.release(row)
 
     def _request(self, number: int, prompt: Prompt, params: SamplingParams) -> Request:
         if isinstance(prompt, str):
@@ -314,6 +337,7 @@ class LLM:
         self, request: Request, text: str, filtered: StopFilter, sent: list[int]
     ) -> Completion:
         decoded = len(request.token_ids) - 1
+        computed = len(request.prompt) - request.cached
         labels = [d.label for d in self.plan.mesh.devices]
         now = self.engine.link_bytes()
         reason = "stop" if filtered.stopped else request.finish_reason
@@ -323,10 +347,11 @@ class LLM:
             token_ids=tuple(request.token_ids),
             finish_reason=reason,
             prompt_tokens=len(request.prompt),
-            prompt_rate=len(request.prompt) / max(request.prompt_seconds, 1e-9),
+            prompt_rate=computed / max(request.prompt_seconds, 1e-9),
             generation_rate=decoded / request.decode_seconds if decoded > 0 else 0.0,
             link_bytes={n: b - a for n, a, b in zip(labels, sent, now, strict=False)},
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
+            cached_tokens=request.cached,
         )
 
 

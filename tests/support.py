@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm import LLM, LayerConfig, ModelConfig, Rope
@@ -85,6 +87,7 @@ class Trace:
 
 def feed(llm: LLM, row: int, prompt: Sequence[int]) -> np.ndarray:
     """Prefill one row; the logits [T, V] after each of its tokens."""
+    llm.forget()
     rows = []
     for hidden, used, size in prefill(llm.engine, row, prompt, llm.plan.options.ubatch):
         rows.append(llm.engine.logits(hidden, np.arange(size)[None], 0)[:used])
@@ -158,3 +161,27 @@ def assert_same_greedy(a: np.ndarray, b: np.ndarray, what: str = "", margin: flo
     clear = (first - second).T >= margin
     different = (a.argmax(-1) != b.argmax(-1)) & clear
     assert not different.any(), f"{what}: other tokens at {np.argwhere(different)[:4].tolist()}"
+
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+_running: list[list[float]] = []
+
+
+def _heard(event: str, seconds: float, **_: Any) -> None:
+    if event == EVENT:
+        for found in _running:
+            found.append(seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+@contextmanager
+def compilations() -> Iterator[list[float]]:
+    """The seconds of every program that is compiled, or read from disk, inside."""
+    found: list[float] = []
+    _running.append(found)
+    try:
+        yield found
+    finally:
+        _running.remove(found)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, precision_of
@@ -120,7 +121,10 @@ def empty_ring(cfg: LayerConfig, shape: tuple[int, ...], where: Any) -> Ring:
 
 
 def write_ring(cfg: LayerConfig, ring: Ring, k: Array, v: Array, row: Array, starts: Array) -> Ring:
-    """Write k [N, T, K, H] and v [N, T, K, Hv] of rows row .. row + N at positions starts [N]."""
+    """Write k [N, T, K, H] and v [N, T, K, Hv] of rows row .. row + N at positions starts [N].
+
+    Of several rows, those with a negative start are not written.
+    """
 
     def write(cache: Array, new: Array) -> Array:
         new = jnp.swapaxes(new, 1, 2)  # [N, K, T, row]
@@ -128,8 +132,17 @@ def write_ring(cfg: LayerConfig, ring: Ring, k: Array, v: Array, row: Array, sta
         zero = jnp.zeros((), at.dtype)
         if new.shape[0] == 1:
             return jax.lax.dynamic_update_slice(cache, new, (row, zero, at[0], zero))
-        return jax.vmap(lambda c, n, i: jax.lax.dynamic_update_slice(c, n, (zero, i, zero)))(
-            cache, new, at
+        at = jnp.where(starts < 0, ring.capacity, at)  # past the end: dropped
+        rows = jnp.arange(len(new), dtype=at.dtype)
+        windows = jax.lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, 2))
+        return jax.lax.scatter(
+            cache,
+            jnp.stack([rows, at], axis=1),
+            new,
+            windows,
+            indices_are_sorted=True,
+            unique_indices=True,
+            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
         )
 
     return Ring(write(ring.k, cfg.cache.k.encode(k)), write(ring.v, cfg.cache.v.encode(v)))
@@ -276,12 +289,14 @@ def attend_pages(
     return jax.lax.fori_loop(0, table[2 * size], fold, carry)
 
 
-def join_page(k: Array, v: Array) -> tuple[Array, ...]:
+def join_page(k: Any, v: Any) -> tuple[Any, ...]:
     """Stored keys and values of pages as they travel: one array if their dtypes allow it."""
-    return (jnp.concatenate([k, v], axis=-1),) if k.dtype == v.dtype else (k, v)
+    if k.dtype != v.dtype:
+        return k, v
+    return ((np if isinstance(k, np.ndarray) else jnp).concatenate([k, v], axis=-1),)
 
 
-def split_page(cfg: LayerConfig, pages: tuple[Array, ...]) -> tuple[Array, Array]:
+def split_page(cfg: LayerConfig, pages: tuple[Any, ...]) -> tuple[Any, Any]:
     """The inverse of `join_page`."""
     if len(pages) == 2:
         return pages[0], pages[1]

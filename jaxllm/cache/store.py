@@ -10,6 +10,10 @@ A group is never padded: what crosses the link is pages in use and nothing else.
 A group lives in one place: on the device, in pinned host memory or in pageable host memory. The
 place decides only whether `visit` has to copy it; attention takes all places the same way.
 
+A row whose sequence has ended may be parked: its pages are kept in groups of their own that no
+step visits, until the row, or another one, begins with them again (`adopt`). Since pages never
+change, rows share them: a group is given another table, and its arrays live until no row has them.
+
 Copies are issued ahead, through the layers and round to the first for the next step, while at
 most `prefetch` delivered groups exist at a time (in flight or in use). Only the thread that runs
 the engine may call a store.
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -95,6 +99,7 @@ class PageStore:
         self.sent = 0  # bytes delivered to steps over the link
         self.discarded = 0  # bytes copied ahead for a step that then did not come
         self._groups: list[list[Group]] = [[] for _ in range(layers)]
+        self._parked: dict[int, list[list[Group]]] = {}  # by row, then layer
         self._queue: list[Group] = []  # host groups of this step, in the order of use
         self._issued = 0  # of the queue, and past its end of the next step's
         self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
@@ -114,8 +119,28 @@ class PageStore:
 
     def release(self, row: int) -> None:
         """Drop a row's pages."""
+        self._parked.pop(row, None)
         for layer in range(len(self._groups)):
             self._keep(layer, lambda group, i: group.rows[i] != row)
+
+    def park(self, row: int) -> None:
+        """Set a row's pages aside: no step visits them."""
+        layers = range(len(self._groups))
+        own = [self._cut(layer, lambda group, i: group.rows[i] == row) for layer in layers]
+        self.release(row)
+        self._parked[row] = own
+
+    def adopt(self, source: int, row: int, end: int) -> None:
+        """Let a row consist of the pages of `source` (a row, maybe the same one) before position
+        `end`. No byte is copied of groups that lie before it as a whole."""
+        found = []
+        for layer in range(len(self._groups)):
+            pages = self._cut(layer, lambda g, i: g.rows[i] == source and g.firsts[i] < end, source)
+            found.append([self._of_row(group, row) for group in pages])
+        self.release(row)
+        for groups, more in zip(self._groups, found, strict=True):
+            for group in more:
+                self._push(groups, group)
 
     def trim(self, layer: int, row: int, oldest: int) -> None:
         """Drop a row's pages that end before position `oldest`."""
@@ -130,26 +155,52 @@ class PageStore:
         """The groups of a layer, in the order of use."""
         return list(self._groups[layer])
 
+    def row_pages(self, layer: int, row: int) -> Iterator[tuple[int, Pages]]:
+        """First position and arrays [K, P, ...] in host memory of each page of a row, parked or
+        not, in ascending order."""
+        for group in self._with_parked(layer, row):
+            pages = tuple(np.asarray(p) for p in group.pages)
+            for i, (owner, first) in enumerate(zip(group.rows, group.firsts, strict=True)):
+                if owner == row:
+                    yield first, tuple(p[i] for p in pages)
+
     def held_bytes(self) -> dict[Place, int]:
-        """Bytes of the pages held, by place."""
+        """Bytes of the pages held, by place; of those that rows share, once."""
         held: dict[Place, int] = {"device": 0, "pinned": 0, "pageable": 0}
-        for groups in self._groups:
-            for group in groups:
-                held[group.place] += group.nbytes
+        arrays = {}
+        for layers in (self._groups, *self._parked.values()):
+            for group in (g for groups in layers for g in groups):
+                arrays |= {id(p): (group.place, p.nbytes) for p in group.pages}
+        for place, size in arrays.values():
+            held[place] += size
         return held
 
     def _keep(self, layer: int, alive: Callable[[Group, int], bool]) -> None:
-        old, new = self._groups[layer], []
-        for group in old:
-            left = [i for i in range(len(group.rows)) if alive(group, i)]
+        new: list[Group] = []
+        for group in self._cut(layer, alive):
+            self._push(new, group)
+        self._groups[layer] = new
+
+    def _cut(
+        self, layer: int, wanted: Callable[[Group, int], bool], parked: int | None = None
+    ) -> list[Group]:
+        """The wanted pages of a layer, those of one parked row included, in the order of use:
+        groups as they are, or cut to the sizes that there are."""
+        found = []
+        for group in self._with_parked(layer, parked):
+            left = [i for i in range(len(group.rows)) if wanted(group, i)]
             if len(left) == len(group.rows):
-                self._push(new, group)
+                found.append(group)
                 continue
             for size in reversed(self.sizes):
                 while len(left) >= size:
-                    self._push(new, self._select(group, left[:size]))
+                    found.append(self._select(group, left[:size]))
                     left = left[size:]
-        self._groups[layer] = new
+        return found
+
+    def _with_parked(self, layer: int, row: int | None) -> list[Group]:
+        parked = () if row is None else self._parked.get(row, ())
+        return [*(parked[layer] if parked else ()), *self._groups[layer]]
 
     def _push(self, groups: list[Group], group: Group) -> None:
         """Append; then merge as long as the last groups fill one of the next size."""
@@ -178,8 +229,18 @@ class PageStore:
     ) -> Group:
         if place != "device":
             pages = tuple(host_array(p, place, self.device) for p in pages)
+        return Group(pages, rows, firsts, place, self._table(rows, firsts))
+
+    def _of_row(self, group: Group, row: int) -> Group:
+        """The same pages as those of another row."""
+        rows = (row,) * len(group.rows)
+        if rows == group.rows:
+            return group
+        return replace(group, rows=rows, table=self._table(rows, group.firsts))
+
+    def _table(self, rows: tuple[int, ...], firsts: tuple[int, ...]) -> Array:
         table = np.asarray([*rows, *firsts, len(rows)], np.int32)
-        return Group(pages, rows, firsts, place, jax.device_put(table, self._on_device))
+        return jax.device_put(table, self._on_device)
 
     # Delivering pages
 

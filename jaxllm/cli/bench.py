@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> LLM:
     from jaxllm import LLM, LayerConfig, ModelConfig, Rope
 
-    arguments = split_arguments(args)
+    arguments: dict[str, Any] = split_arguments(args) | {"prefix_cache": False}
     arguments.setdefault("ctx", max(2048, args.n_prompt, args.n_predict + 1))
     if not args.random_shape:
         return LLM.from_gguf(args.model, devices=args.devices, **arguments)

@@ -17,16 +17,17 @@ from jaxllm.cli.options import (
     sampling_arguments,
     split_arguments,
 )
-from jaxllm.errors import PromptError
+from jaxllm.errors import OptionError, PromptError
 from sharding import format_bytes
 
 if TYPE_CHECKING:
-    from jaxllm.llm import Completion
+    from jaxllm.results import Completion
 
 _EXAMPLES = """\
   jaxllm generate "The capital of France is" -n 32
   jaxllm generate --chat "Name three rivers." --temp 0
   jaxllm generate -m model.gguf -f prompt.txt -c 4096 --stop END
+  jaxllm generate -m model.gguf -f long.txt -c 8192 --session long.session
   echo "Once upon a time" | jaxllm generate - --json
   jaxllm generate -m model.gguf --devices 3 -sm tensor -ts 1,1,1 -as 2,1,0 -nkvo "Hello"
 """
@@ -39,6 +40,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
     parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    session = "go on from the sequence in FILE as far as the prompt begins alike; save to it after"
+    parser.add_argument("--session", metavar="FILE", help=session)
+    afresh = "keep nothing of finished sequences for prompts to come"
+    parser.add_argument("--no-prefix-cache", action="store_true", help=afresh)
     add_model(parser)
     add_sampling(parser)
     add_split(parser)
@@ -46,23 +51,30 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Stream the completion, or print it with its figures as JSON."""
+    if args.session and args.no_prefix_cache:
+        raise OptionError("--session does not go with --no-prefix-cache; drop one of them")
     prompt: str | list[int] = read_prompt(args.prompt, args.file)
 
     from jaxllm import LLM, SamplingParams
 
     params = SamplingParams(**sampling_arguments(args))
-    llm = LLM.from_gguf(args.model, devices=args.devices, **split_arguments(args))
+    arguments = split_arguments(args) | {"prefix_cache": not args.no_prefix_cache}
+    llm = LLM.from_gguf(args.model, devices=args.devices, **arguments)
+    if args.session and Path(args.session).exists():
+        llm.load_session(args.session)
     if args.chat:
         prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
     if args.json:
         (done,) = llm.generate([prompt], params)
         print(json.dumps({"model": llm.plan.model.name, "engine": llm.plan.engine, **asdict(done)}))
-        return 0
-    for piece in llm.stream(prompt, params):
-        print(piece.text, end="", flush=True)
-        if piece.completion is not None:
-            print(flush=True)
-            print(figures(piece.completion), file=sys.stderr)
+    else:
+        for piece in llm.stream(prompt, params):
+            print(piece.text, end="", flush=True)
+            if piece.completion is not None:
+                print(flush=True)
+                print(figures(piece.completion), file=sys.stderr)
+    if args.session:
+        llm.save_session(args.session)
     return 0
 
 
@@ -89,8 +101,9 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 def figures(done: Completion) -> str:
     """Counts, rates and link bytes of a completion in one line."""
+    cached = f" ({done.cached_tokens} of them kept from before)" if done.cached_tokens else ""
     parts = [
-        f"prompt {done.prompt_tokens} tokens, {done.prompt_rate:.1f}/s",
+        f"prompt {done.prompt_tokens} tokens{cached}, {done.prompt_rate:.1f}/s",
         f"generated {len(done.token_ids)} tokens, {done.generation_rate:.1f}/s",
         f"ended by {done.finish_reason}",
     ]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.engine.local import Top
+from jaxllm.engine.rows import LayerRow
 from jaxllm.models.layers import Array
 
 Logits = np.ndarray | Top  # float32 [N, V], or the largest of each row
@@ -20,12 +21,17 @@ class Engine(ABC):
 
     A step is either one row with a chunk of T tokens or all rows with one token each. The caller
     knows how long every row is; an engine keeps no count of its own.
+
+        begin     release (empty), or reuse (with the beginning of a row)
+        steps     forward, logits, settle
+        end       release (forgotten), or park (kept, for reuse and read_row)
     """
 
     @abstractmethod
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Hidden:
         """tokens int32 [N, T] at positions starts[n] .. starts[n] + T of rows row .. row + N.
-        Tokens past a row's end are padding. Returns the hidden states for `logits`."""
+        Tokens past a row's end are padding; of several rows, one with start -1 takes no part and
+        keeps its cache. Returns the hidden states for `logits`."""
 
     @abstractmethod
     def logits(self, hidden: Hidden, at: np.ndarray, top: int) -> Logits:
@@ -39,8 +45,31 @@ class Engine(ABC):
         """For warm-up: put row 0 into each state that makes `forward` use other programs."""
         yield
 
-    def release(self, row: int) -> None:  # noqa: B027 (nothing to do is fine)
+    @abstractmethod
+    def release(self, row: int) -> None:
         """Forget a row's cache."""
+
+    def park(self, row: int) -> None:  # noqa: B027 (nothing to do is fine)
+        """A row's sequence has ended: keep its cache, take no part in steps."""
+
+    @abstractmethod
+    def holds(self, row: int, length: int) -> bool:
+        """Whether a row still has all that the query at position `length` sees; it had as many
+        positions at least."""
+
+    @abstractmethod
+    def reuse(self, source: int, row: int, length: int) -> None:
+        """Begin a row with the first `length` positions of `source`, which holds them; it may be
+        the row itself. `length` is a multiple of page and ubatch."""
+
+    @abstractmethod
+    def read_row(self, row: int, length: int) -> list[LayerRow]:
+        """The cache of every layer of a row with `length` positions, all heads of the model in
+        their order: all positions, or with a window those that the row still has."""
+
+    @abstractmethod
+    def write_row(self, row: int, layers: Sequence[LayerRow], length: int) -> None:
+        """Let a row hold what `read_row` told, under this or another plan."""
 
     @abstractmethod
     def weights(self) -> list[Array]:

@@ -7,8 +7,9 @@ nothing, so that padding changes no result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,15 @@ from jaxllm.engine.local import (
     head_logits,
     pack_step,
     unpack_step,
+)
+from jaxllm.engine.rows import (
+    LayerRow,
+    copy_row,
+    join_heads,
+    of_ring,
+    put_row,
+    stack_heads,
+    take_row,
 )
 from jaxllm.errors import OptionError
 from jaxllm.models.block import BlockDef
@@ -138,14 +148,30 @@ def pure_step(
 
 
 class FusedEngine(Engine):
-    """See the module's docstring; `Engine` says what the methods mean."""
+    """See the module's docstring; `Engine` says what the methods mean.
+
+    A row is parked as it is: its ring stays. `written` says up to which position each row's rings
+    were ever written, padding included; what lies a capacity below that is gone. `since` has the
+    first position of rows that did not begin at zero, by row and window.
+    """
 
     def __init__(self, plan: Plan, model: LocalModel, leaves: Leaves, where: Device | JaxMesh):
         self.plan, self.model, self.leaves = plan, model, leaves
         self.mesh = where if isinstance(where, JaxMesh) else None
         self.rings = empty_rings(plan, model, where)
+        self.row_axis = 0 if self.mesh is None else 1
+        self.written = np.zeros(plan.options.slots, np.int64)
+        self.since: dict[tuple[int, int], int] = {}
+        self.capacities = {
+            layer.window: ring_positions("fused", plan.options, layer.window)
+            for layer in model.cfg.layers
+            if layer.window is not None
+        }
 
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Array:
+        ends = np.where(starts < 0, 0, starts + tokens.shape[1])
+        own = slice(row, row + len(tokens))
+        self.written[own] = np.maximum(self.written[own], ends)
         packed = pack_step(tokens, row, starts, np.zeros_like(starts))
         x, self.rings = _forward(
             self.leaves,
@@ -181,6 +207,60 @@ class FusedEngine(Engine):
             for i, n in enumerate(counts)
         ]
         return merge_top(parts, top)
+
+    def release(self, row: int) -> None:
+        self.written[row] = 0
+        for window in self.capacities:
+            self.since.pop((row, window), None)
+
+    def holds(self, row: int, length: int) -> bool:
+        return all(
+            self._first(row, window) <= max(0, length - window + 1) for window in self.capacities
+        )
+
+    def _first(self, row: int, window: int | None) -> int:
+        """The first position that layers of a window still have."""
+        if window is None:
+            return 0
+        since = self.since.get((row, window), 0)
+        return max(since, int(self.written[row]) - self.capacities[window])
+
+    def reuse(self, source: int, row: int, length: int) -> None:
+        if source == row:
+            return
+        self.release(row)
+        axis = self.row_axis
+        self.rings = copy_row(self.rings, np.int32(source), np.int32(row), axis=axis)
+        self.written[row] = self.written[source]
+        for window in self.capacities:
+            self.since[row, window] = self.since.get((source, window), 0)
+
+    def read_row(self, row: int, length: int) -> list[LayerRow]:
+        found = []
+        for cfg, layer, ring in zip(
+            self.model.cfg.layers, self.plan.layers, self.rings, strict=True
+        ):
+            own = [np.asarray(a) for a in take_row(ring, np.int32(row), axis=self.row_axis)]
+            if self.mesh is not None:
+                own = [join_heads(list(a), layer.groups) for a in own]
+            first = min(length, self._first(row, cfg.window))
+            found.append(of_ring(own, first, length))
+        return found
+
+    def write_row(self, row: int, layers: Sequence[LayerRow], length: int) -> None:
+        self.release(row)
+        for index, given in enumerate(layers):
+            ring, window = self.rings[index], self.model.cfg.layers[index].window
+            new: Any = given.ring(ring.k.shape[-2])
+            if self.mesh is not None:
+                own = self.plan.layers[index].groups
+                split = NamedSharding(self.mesh, PartitionSpec(AXIS))
+                new = tuple(jax.device_put(stack_heads(a, own), split) for a in new)
+            ring = put_row(ring, new, np.int32(row), axis=self.row_axis)
+            self.rings = (*self.rings[:index], ring, *self.rings[index + 1 :])
+            if window is not None:
+                self.since[row, window] = max(self.since.get((row, window), 0), given.first)
+        self.written[row] = length
 
 
 def empty_rings(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> tuple[Ring, ...]:

@@ -1,8 +1,8 @@
 """Generation: requests take rows, are prefilled in chunks, and decode together.
 
 A row is prefilled alone, in programs of one row, and decodes in programs of all rows; so what a
-request computes never depends on its neighbours. A row whose request ends is released and taken by
-the next request at once.
+request computes never depends on its neighbours. A row whose request ends keeps what it holds
+(`jaxllm.engine.prefixes`) and is free for the next request at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.engine.base import Engine
+from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import Logprob, Sampler, SamplingParams, common_top
 
 FinishReason = Literal["stop", "length", "context"]
@@ -47,11 +48,12 @@ def chunks(start: int, count: int, ubatch: int) -> Iterator[tuple[int, int, int]
 
 
 def prefill(
-    engine: Engine, row: int, ids: Sequence[int], ubatch: int
+    engine: Engine, row: int, ids: Sequence[int], ubatch: int, start: int = 0
 ) -> Iterator[tuple[Any, int, int]]:
-    """Run a prompt through row `row`; each chunk's hidden states, tokens and program size."""
+    """Run a prompt through row `row`, which holds its first `start` positions; each chunk's hidden
+    states, tokens and program size."""
     tokens = np.asarray(ids, np.int32)
-    for at, used, size in chunks(0, len(ids), ubatch):
+    for at, used, size in chunks(start, len(ids) - start, ubatch):
         padded = np.zeros((1, size), np.int32)
         padded[0, :used] = tokens[at : at + used]
         hidden = engine.forward(padded, row, np.asarray([at], np.int32))
@@ -70,6 +72,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    cached: int = 0  # positions of the prompt that were not computed again
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
     cancelled: bool = False  # set by the consumer, say at a stop text
@@ -79,8 +82,10 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Positions taken: the prompt and the tokens that have been fed back."""
-        return len(self.prompt) + max(0, len(self.token_ids) - 1)
+        """Positions taken: the prompt and the tokens that have been fed back. The newest one has
+        not been, unless it was followed by a token that ends generation."""
+        newest = 1 if self.token_ids and self.finish_reason != "stop" else 0
+        return len(self.prompt) + len(self.token_ids) - newest
 
     def accept(self, token: int, logprob: Logprob | None, ctx: int) -> None:
         """Add a token and see whether it ends the completion."""
@@ -97,67 +102,105 @@ class Request:
 
 
 def generate(
-    engine: Engine, requests: Sequence[Request], slots: int, ctx: int, ubatch: int
+    engine: Engine, requests: Sequence[Request], rows: Rows, ctx: int, ubatch: int
 ) -> Iterator[tuple[Request, int | None]]:
     """Work off requests; yields (request, token) for every new token and (request, None) at its
-    end. Who stops early, or is stopped by an exception, releases the rows."""
+    end. Closed early, rows keep what they hold; after an exception the rows in use hold nothing."""
     waiting = deque(requests)
-    rows: list[Request | None] = [None] * slots
-    while waiting or any(rows):
-        for row in range(slots):
-            while rows[row] is None and waiting:
-                rows[row] = waiting.popleft()
-                yield from _start(engine, row, rows, ctx, ubatch)
-        if any(rows):
-            yield from _advance(engine, rows, ctx)
+    running: list[Request | None] = [None] * rows.slots
+    try:
+        while waiting or any(running):
+            while waiting and None in running:
+                yield from _start(engine, rows, running, waiting.popleft(), ctx, ubatch)
+            if any(running):
+                yield from _advance(engine, rows, running, ctx)
+    except GeneratorExit:  # it comes between steps
+        for row, request in enumerate(running):
+            if request is not None:
+                _end(engine, rows, running, row, request)
+        raise
+    finally:
+        for row, request in enumerate(running):
+            if request is not None:
+                rows.forget(row)
+                engine.release(row)
 
 
 def _start(
-    engine: Engine, row: int, rows: list[Request | None], ctx: int, ubatch: int
+    engine: Engine,
+    rows: Rows,
+    running: list[Request | None],
+    request: Request,
+    ctx: int,
+    ubatch: int,
 ) -> Iterator[tuple[Request, int | None]]:
-    request = rows[row]
-    assert request is not None
     began = time.perf_counter()
-    *_, (hidden, used, _) = prefill(engine, row, request.prompt, ubatch)
+    free = [row for row, other in enumerate(running) if other is None]
+    start = rows.choose(request.prompt, free, engine.holds)
+    row, request.cached = start.row, start.length
+    running[row] = request
+    rows.forget(row)
+    if start.length:
+        engine.reuse(start.source, row, start.length)
+    else:
+        engine.release(row)
+    *_, (hidden, used, _) = prefill(engine, row, request.prompt, ubatch, start.length)
     logits = engine.logits(hidden, np.asarray([[used - 1]]), request.params.top)
+    count = len(request.prompt)
+    if rows.keep:
+        rows.hold(row, Held(request.prompt, count, count))
     request.prompt_seconds = time.perf_counter() - began
-    yield from _take(engine, row, rows, logits, 0, ctx)
+    yield from _take(engine, rows, running, row, logits, 0, ctx)
 
 
 def _advance(
-    engine: Engine, rows: list[Request | None], ctx: int
+    engine: Engine, rows: Rows, running: list[Request | None], ctx: int
 ) -> Iterator[tuple[Request, int | None]]:
     began = time.perf_counter()
-    tokens = np.asarray([[r.token_ids[-1] if r else 0] for r in rows], np.int32)
-    starts = np.asarray([r.length if r else 0 for r in rows], np.int32)
-    active = [r for r in rows if r is not None]
+    tokens = np.asarray([[r.token_ids[-1] if r else 0] for r in running], np.int32)
+    starts = np.asarray([r.length if r else -1 for r in running], np.int32)
+    active = [r for r in running if r is not None]
     hidden = engine.forward(tokens, 0, starts)
     top = common_top([r.params for r in active])
-    logits = engine.logits(hidden, np.zeros((len(rows), 1), np.int32), top)
-    engine.settle(0, np.asarray([s + 1 if r else 0 for s, r in zip(starts, rows, strict=True)]))
+    logits = engine.logits(hidden, np.zeros((len(running), 1), np.int32), top)
+    engine.settle(0, starts + 1)
     spent = time.perf_counter() - began
     for request in active:
         request.decode_seconds += spent
-    for row, request in enumerate(list(rows)):
+    for row, request in enumerate(list(running)):
         if request is not None:
-            yield from _take(engine, row, rows, logits, row, ctx)
+            yield from _take(engine, rows, running, row, logits, row, ctx)
 
 
 def _take(
     engine: Engine,
+    rows: Rows,
+    running: list[Request | None],
     row: int,
-    rows: list[Request | None],
     logits: Any,
     index: int,
     ctx: int,
 ) -> Iterator[tuple[Request, int | None]]:
-    request = rows[row]
+    request = running[row]
     assert request is not None
     count = len(request.token_ids)
     request.accept(*request.sampler.next(logits, index), ctx)
     if len(request.token_ids) > count:
         yield request, request.token_ids[-1]
     if request.finish_reason is not None or request.cancelled:
-        rows[row] = None
-        engine.release(row)
+        _end(engine, rows, running, row, request)
         yield request, None
+
+
+def _end(
+    engine: Engine, rows: Rows, running: list[Request | None], row: int, request: Request
+) -> None:
+    """Free a row; what it holds stays for requests to come, if rows are kept."""
+    if rows.keep:
+        count = len(request.prompt)
+        tokens = [*request.prompt, *request.token_ids]
+        engine.park(row)
+        rows.hold(row, Held(tokens, request.length, count, ended=True))
+    else:
+        engine.release(row)
+    running[row] = None

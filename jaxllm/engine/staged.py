@@ -13,17 +13,18 @@ chunk alone, never on where a page lives: that is why the place of the cache cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxllm.cache.attention import Ring, empty_ring
+from jaxllm.cache.attention import Ring, empty_ring, join_page, split_page
 from jaxllm.cache.store import PageStore, group_sizes
 from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
 from jaxllm.engine.local import pack_step
+from jaxllm.engine.rows import LayerRow, join_heads, of_ring, put_row, take_row
 from jaxllm.engine.stages import Queries, StageIn, attend, cut, embed, head, layer_of, stage
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
@@ -59,7 +60,7 @@ class StagedEngine(Engine):
             for i, d in enumerate(devices)
         ]
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
-        self.trimmed: dict[tuple[int, int], int] = {}  # first page kept, by row and window
+        self.trimmed: dict[tuple[int, int], int] = {}  # first position kept, by row and window
         self.window_layers: dict[int, list[tuple[int, int]]] = {}  # (device, layer) by window
         for device, rings in enumerate(self.rings):
             for layer in rings:
@@ -108,8 +109,8 @@ class StagedEngine(Engine):
         """Drop pages that the next query, at position `end`, no longer sees."""
         for window, layers in self.window_layers.items():
             oldest = max(0, end - window + 1)
-            if oldest // self.page > self.trimmed.get((row, window), 0):
-                self.trimmed[row, window] = oldest // self.page
+            if oldest // self.page * self.page > self.trimmed.get((row, window), 0):
+                self.trimmed[row, window] = oldest // self.page * self.page
                 for device, layer in layers:
                     self.stores[device].trim(layer, row, oldest)
 
@@ -155,6 +156,66 @@ class StagedEngine(Engine):
             self.trimmed.pop((row, window), None)
         for store in self.stores:
             store.release(row)
+
+    def park(self, row: int) -> None:
+        for store in self.stores:
+            store.park(row)
+
+    def holds(self, row: int, length: int) -> bool:
+        return all(
+            self.trimmed.get((row, window), 0) <= max(0, length - window + 1)
+            for window in self.window_layers
+        )
+
+    def reuse(self, source: int, row: int, length: int) -> None:
+        trimmed = {w: self.trimmed.get((source, w), 0) for w in self.window_layers}
+        for store in self.stores:
+            store.adopt(source, row, length)
+        self.floor[row] = length
+        self.trimmed |= {(row, window): first for window, first in trimmed.items()}
+        self._trim(row, length)
+
+    def read_row(self, row: int, length: int) -> list[LayerRow]:
+        found = []
+        for index, layer in enumerate(self.plan.layers):
+            window = self.plan.model.layers[index].window
+            first = 0 if window is None else self.trimmed.get((row, window), 0)
+            parts = [self._read(device, index, row, length) for device in layer.attn_devices]
+            ranges = [layer.groups[device] for device in layer.attn_devices]
+            k, v = (join_heads(side, ranges) for side in zip(*parts, strict=True))
+            whole = LayerRow(k, v, length - k.shape[1])
+            found.append(whole.positions(first, length))
+        return found
+
+    def _read(self, device: int, layer: int, row: int, length: int) -> tuple[np.ndarray, ...]:
+        """k and v [K, S, row] of a device's heads, from its first page to the end of the row."""
+        cfg, floor = self.models[device].cfg.layers[layer], int(self.floor[row])
+        tail = take_row(self.rings[device][layer], np.int32(row), axis=0)
+        parts = [split_page(cfg, p) for _, p in self.stores[device].row_pages(layer, row)]
+        parts.append(of_ring([np.asarray(a) for a in tail], floor, length)[:2])
+        surplus = max(0, floor - length)
+        whole = (np.concatenate(side, axis=1) for side in zip(*parts, strict=True))
+        return tuple(a[:, : a.shape[1] - surplus] for a in whole)
+
+    def write_row(self, row: int, layers: Sequence[LayerRow], length: int) -> None:
+        self.release(row)
+        floor = length // self.page * self.page
+        for device, rings in enumerate(self.rings):
+            store, to = self.stores[device], SingleDeviceSharding(self.devices[device])
+            for index, ring in rings.items():
+                given = layers[index].heads(*self.plan.layers[index].groups[device])
+                for at in range(given.first // self.page * self.page, floor, self.page):
+                    k, v = given.positions(at, at + self.page).ring(self.page)
+                    pages = join_page(k[None], v[None])
+                    store.add(index, row, at, tuple(jax.device_put(p, to) for p in pages))
+                tail = given.positions(floor, length).ring(ring.capacity)
+                rings[index] = put_row(ring, tail, np.int32(row), axis=0)
+                window = self.models[device].cfg.layers[index].window
+                if window is not None:
+                    before = self.trimmed.get((row, window), 0)
+                    self.trimmed[row, window] = max(before, given.first)
+        self.floor[row] = floor
+        self._trim(row, length)
 
     def link_bytes(self) -> list[int]:
         return [store.sent for store in self.stores]

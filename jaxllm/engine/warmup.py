@@ -26,4 +26,7 @@ def warm_up(engine: Engine, plan: Plan, places: int) -> None:
             engine.logits(hidden, np.zeros((rows, 1), np.int32), top)
         if size > 1:
             engine.logits(hidden, np.zeros((rows, min(size, places)), np.int32), 0)
-    engine.release(0)
+    if options.slots > 1:
+        engine.reuse(0, 1, 0)
+    for row in range(options.slots):
+        engine.release(row)

@@ -45,28 +45,48 @@ class Model:
         self.prefetch, self.arrays, self.place = prefetch, arrays, MIXES[place]
         self.store = PageStore(self.device, LAYERS, group, prefetch, self.place)
         self.group = group
-        self.held: dict[tuple[int, int], list[int]] = {}
+        self.held: dict[tuple[int, int], dict[int, int]] = {}  # first position: maker
+        self.parked: set[int] = set()
         self.next: dict[int, int] = dict.fromkeys(range(ROWS), 0)
 
     def add(self, row: int, count: int) -> None:
+        if row in self.parked:
+            self.adopt(row, row, self.next[row] // PAGE)
         first = self.next[row]
         for layer in range(LAYERS):
             pages = _pages(layer, row, first, count, self.arrays)
             self.store.add(layer, row, first, tuple(jax.device_put(p, self.device) for p in pages))
-            firsts = self.held.setdefault((layer, row), [])
-            firsts += range(first, first + count * PAGE, PAGE)
+            firsts = range(first, first + count * PAGE, PAGE)
+            self.held.setdefault((layer, row), {}).update(dict.fromkeys(firsts, row))
         self.next[row] = first + count * PAGE
+
+    def park(self, row: int) -> None:
+        if row not in self.parked:
+            self.store.park(row)
+            self.parked.add(row)
+
+    def adopt(self, source: int, row: int, pages: int) -> None:
+        end = min(pages * PAGE, self.next[source])
+        self.store.adopt(source, row, end)
+        for layer in range(LAYERS):
+            had = self.held.get((layer, source), {})
+            self.held[layer, row] = {first: own for first, own in had.items() if first < end}
+        self.next[row] = end
+        self.parked.discard(row)
 
     def release(self, row: int) -> None:
         self.store.release(row)
         self.next[row] = 0
+        self.parked.discard(row)
         for layer in range(LAYERS):
             self.held.pop((layer, row), None)
 
     def trim(self, layer: int, row: int, oldest: int) -> None:
+        if row in self.parked:
+            return
         self.store.trim(layer, row, oldest)
-        firsts = self.held.get((layer, row), [])
-        self.held[layer, row] = [first for first in firsts if first + PAGE > oldest]
+        had = self.held.get((layer, row), {})
+        self.held[layer, row] = {f: own for f, own in had.items() if f + PAGE > oldest}
 
     def visit(self, row: int, rows: int, again: bool) -> None:
         """One step over rows: every page of theirs arrives, in order, with its own bytes."""
@@ -80,7 +100,8 @@ class Model:
                 assert size == table[-1] <= self.group and len(table) == 2 * size + 1
                 assert all(p.devices() == {self.device} for p in pages)
                 for i, (owner, first) in enumerate(zip(table[:size], table[size:-1], strict=True)):
-                    expected = _pages(layer, int(owner), int(first), 1, self.arrays)
+                    maker = self.held[layer, int(owner)][int(first)]
+                    expected = _pages(layer, maker, int(first), 1, self.arrays)
                     for page, whole in zip(pages, expected, strict=True):
                         assert np.asarray(page[i]).tobytes() == whole[0].tobytes()
                     seen.setdefault(int(owner), []).append(int(first))
@@ -88,13 +109,23 @@ class Model:
                         delivered += sum(p[i].nbytes for p in pages)
                 self.store.done(pages[0][:1, :1, :1, :1])
             for owner in range(row, row + rows):
-                assert seen.get(owner, []) == self.held.get((layer, owner), [])
+                wanted = {} if owner in self.parked else self.held.get((layer, owner), {})
+                assert seen.get(owner, []) == list(wanted)
         assert self.store.sent - sent == delivered
 
     def check_held(self) -> None:
+        """No more than the pages of all rows, no less than what differs between them."""
         pages = sum(map(len, self.held.values()))
+        made = {(layer, *page) for (layer, _), had in self.held.items() for page in had.items()}
         size = HEADS * PAGE * 2 * DIM * 4
-        assert sum(self.store.held_bytes().values()) == pages * size
+        assert len(made) * size <= sum(self.store.held_bytes().values()) <= pages * size
+        for (layer, row), had in self.held.items():
+            found = dict(self.store.row_pages(layer, row))
+            assert list(found) == list(had)
+            for first, arrays in found.items():
+                expected = _pages(layer, had[first], first, 1, self.arrays)
+                for page, whole in zip(arrays, expected, strict=True):
+                    assert page.tobytes() == whole[0].tobytes()
 
 
 @pytest.mark.smoke
@@ -116,6 +147,8 @@ ACTIONS = st.one_of(
     st.tuples(st.just("add"), st.integers(0, ROWS - 1), st.integers(1, 6)),
     st.tuples(st.just("release"), st.integers(0, ROWS - 1), st.just(0)),
     st.tuples(st.just("trim"), st.integers(0, ROWS - 1), st.integers(0, 60)),
+    st.tuples(st.just("park"), st.integers(0, ROWS - 1), st.just(0)),
+    st.tuples(st.just("adopt"), st.integers(0, ROWS - 1), st.integers(0, 10 * ROWS)),
     st.tuples(st.just("row"), st.integers(0, ROWS - 1), st.booleans()),
     st.tuples(st.just("all"), st.just(0), st.booleans()),
 )
@@ -130,7 +163,8 @@ ACTIONS = st.one_of(
     actions=st.lists(ACTIONS, max_size=12),
 )
 def test_random_lives(place: str, group: int, prefetch: int, arrays: int, actions: list):
-    """Rows grow, shrink from the front and go, in any order, between steps of one row or all."""
+    """Rows grow, shrink from the front, are set aside, begin as others do and go, in any order,
+    between steps of one row or all."""
     model = Model(place, group, prefetch, arrays)
     for action, row, value in actions:
         if action == "add":
@@ -140,6 +174,10 @@ def test_random_lives(place: str, group: int, prefetch: int, arrays: int, action
         elif action == "trim":
             for layer in range(value % LAYERS, LAYERS):
                 model.trim(layer, row, value)
+        elif action == "park":
+            model.park(row)
+        elif action == "adopt":
+            model.adopt(row, value % ROWS, value // ROWS)
         elif action == "row":
             model.visit(row, 1, again=bool(value))
         else:

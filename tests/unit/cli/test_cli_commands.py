@@ -82,6 +82,21 @@ def test_generate_streams_what_python_generates(cli: Cli, small: str):
     assert found["generation_rate"] > 0 and found["prompt_rate"] > 0
 
 
+def test_a_session_is_loaded_and_saved(cli: Cli, small: str, tmp_path: Path):
+    """Under another plan the second time; the prompt is given whole."""
+    file = tmp_path / "a.session"
+    common = ("-m", small, "--session", str(file), *GREEDY, *TINY)
+    prompt = "a prompt of more than thirty-two bytes"
+    code, out, err = cli("generate", prompt, *common)
+    assert code == 0 and file.exists() and "kept" not in err
+    code, again, err = cli("generate", prompt, "-nkvo", *common)
+    assert (code, again) == (0, out)
+    assert "prompt 36 tokens (32 of them kept from before)" in err
+    found = json.loads(cli("generate", prompt + "!", "--json", *common)[1])
+    assert found["cached_tokens"] == 32
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_the_prompt_comes_from_a_file_stdin_or_the_line(
     cli: Cli, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

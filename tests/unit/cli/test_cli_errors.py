@@ -299,3 +299,13 @@ def test_exceptions_have_a_base():
         assert issubclass(kind, JaxllmError)
     for kind in (ShareError, PlanError, DoesNotFit):
         assert issubclass(kind, ShardingError)
+
+
+def test_sessions_that_do_not_go(refused: Refused, small: str, tmp_path: Path):
+    file = tmp_path / "a.session"
+    both = ("--session", str(file), "--no-prefix-cache")
+    assert "drop one" in refused("generate", "-m", small, "hello", *both, *TINY)
+    file.write_bytes(b"something else")
+    message = refused("generate", "-m", small, "hello", "--session", str(file), *TINY)
+    assert str(file) in message and "no session" in message
+    assert file.read_bytes() == b"something else"

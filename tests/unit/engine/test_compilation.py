@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,31 +9,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.testing import random_llm, small_config
-from support import random_ids
-
-EVENT = "/jax/core/compile/backend_compile_duration"
-_running: list[list[float]] = []
-
-
-def _heard(event: str, seconds: float, **_: Any) -> None:
-    if event == EVENT:
-        for found in _running:
-            found.append(seconds)
-
-
-jax.monitoring.register_event_duration_secs_listener(_heard)
-
-
-@contextmanager
-def compilations() -> Iterator[list[float]]:
-    """The seconds of every program that is compiled, or read from disk, inside."""
-    found: list[float] = []
-    _running.append(found)
-    try:
-        yield found
-    finally:
-        _running.remove(found)
-
+from support import compilations, random_ids
 
 SPLIT = dict(devices=3, split_mode="tensor", attn_split="2,1,0", parallel=2)
 KINDS: dict[str, dict[str, Any]] = {

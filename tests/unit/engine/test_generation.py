@@ -27,7 +27,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 @cache
 def _llm(kind: str) -> LLM:
-    return make_llm(small_model(), ctx=CTX, parallel=2, **KINDS[kind])
+    return make_llm(small_model(), ctx=CTX, parallel=2, prefix_cache=False, **KINDS[kind])
 
 
 def greedy(count: int) -> SamplingParams:

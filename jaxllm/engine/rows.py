@@ -1,0 +1,95 @@
+"""One row of a cache: copied to another row, read to host memory and written back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllm.cache.attention import Ring
+from jaxllm.models.layers import Array
+
+
+class LayerRow(NamedTuple):
+    """A layer's cache of one row in host memory: stored k and v [K, S, row], S positions from
+    `first` on."""
+
+    k: np.ndarray
+    v: np.ndarray
+    first: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.k.shape[1]
+
+    def heads(self, start: int, stop: int) -> LayerRow:
+        """Some heads alone."""
+        return LayerRow(self.k[start:stop], self.v[start:stop], self.first)
+
+    def positions(self, start: int, stop: int) -> LayerRow:
+        """Some positions alone, of those that there are."""
+        start = max(start, self.first)
+        own = slice(start - self.first, max(start, stop) - self.first)
+        return LayerRow(self.k[:, own], self.v[:, own], start)
+
+    def ring(self, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """k and v [K, C, row] with the newest positions p at p mod C, and zeros elsewhere."""
+        own = self.positions(self.end - capacity, self.end)
+        at = np.arange(own.first, own.end) % capacity
+
+        def place(side: np.ndarray) -> np.ndarray:
+            whole = np.zeros((side.shape[0], capacity, side.shape[2]), side.dtype)
+            whole[:, at] = side
+            return whole
+
+        return place(own.k), place(own.v)
+
+
+def of_ring(ring: Sequence[np.ndarray], first: int, end: int) -> LayerRow:
+    """Positions first .. end of a row of a ring, k and v [K, C, row]."""
+    k, v = ring
+    at = np.arange(first, end) % k.shape[1]
+    return LayerRow(k[:, at], v[:, at], first)
+
+
+def stack_heads(whole: np.ndarray, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[K, ...] -> [R, ...], each device's range of heads zero-padded to the largest."""
+    most = max(stop - start for start, stop in ranges)
+    parts = np.zeros((len(ranges), most, *whole.shape[1:]), whole.dtype)
+    for part, (start, stop) in zip(parts, ranges, strict=True):
+        part[: stop - start] = whole[start:stop]
+    return parts
+
+
+def join_heads(parts: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The heads [K, ...] of the whole model, in order, of parts that may be padded."""
+    whole = np.empty((max(stop for _, stop in ranges), *parts[0].shape[1:]), parts[0].dtype)
+    for part, (start, stop) in zip(parts, ranges, strict=True):
+        whole[start:stop] = part[: stop - start]
+    return whole
+
+
+@partial(jax.jit, static_argnames=("axis",))
+def take_row(ring: Ring, row: Array, *, axis: int) -> Ring:
+    """A ring without its axis of rows: one of them."""
+    return Ring(*(jax.lax.dynamic_index_in_dim(a, row, axis, keepdims=False) for a in ring))
+
+
+@partial(jax.jit, static_argnames=("axis",), donate_argnames=("ring",))
+def put_row(ring: Ring, new: tuple[Any, Any], row: Array, *, axis: int) -> Ring:
+    """The ring with one of its rows replaced."""
+    update = jax.lax.dynamic_update_index_in_dim
+    return Ring(*(update(a, b, row, axis) for a, b in zip(ring, new, strict=True)))
+
+
+@partial(jax.jit, static_argnames=("axis",), donate_argnames=("rings",))
+def copy_row(
+    rings: tuple[Ring, ...], source: Array, target: Array, *, axis: int
+) -> tuple[Ring, ...]:
+    """The rings with the row `target` as `source` is."""
+    return tuple(
+        put_row(ring, take_row(ring, source, axis=axis), target, axis=axis) for ring in rings
+    )

@@ -1,0 +1,174 @@
+"""Session files: one sequence's tokens and cache, of any plan of a model.
+
+A safetensors file. Tensors: `tokens` int32 [n] (the newest may have no cache yet), and `k.I` and
+`v.I` [K, S, row] of layer I, the model's own KV heads in order (a plan's copies of a head are
+stored once), rows byte for byte as the cache type stores them; bfloat16 as uint16. Its metadata
+says what the file fits: see `_facts`. A file is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxllm.cache.types import CacheFormat
+from jaxllm.engine.prefixes import Held
+from jaxllm.engine.rows import LayerRow
+from jaxllm.errors import SessionError
+from jaxllm.models.config import LayerConfig, ModelConfig
+
+FORMAT, VERSION = "jaxllm session", "1"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A sequence and its cache, the KV heads of each layer as a plan of the model has them."""
+
+    held: Held
+    layers: Sequence[LayerRow]
+
+
+def save(path: Path, cfg: ModelConfig, session: Session) -> None:
+    """Write a session of a model.
+
+    Raises:
+        SessionError: where the file cannot be written.
+    """
+    held = session.held
+    tensors = {"tokens": np.asarray(held.tokens, np.int32)}
+    for index, (layer, row) in enumerate(zip(cfg.layers, session.layers, strict=True)):
+        for name, side in (("k", row.k), ("v", row.v)):
+            tensors[f"{name}.{index}"] = _plain(side[:: layer.kv_repeat])
+    facts = _facts(cfg) | {
+        "cached": str(held.cached),
+        "prefilled": str(held.prefilled),
+        "firsts": json.dumps([row.first for row in session.layers]),
+    }
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        save_file(tensors, part, metadata=facts)
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SessionError(f"cannot write the session {str(path)!r}: {reason}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def load(path: Path, cfg: ModelConfig, ctx: int) -> Session:
+    """Read a session for a plan of `cfg` with `ctx` positions.
+
+    Raises:
+        SessionError: for a file that is missing, damaged, no session, of another version, model
+            or cache type, or longer than `ctx`.
+    """
+    name = f"the session {str(path)!r}"
+    try:
+        with safe_open(path, "np") as file:
+            facts = file.metadata() or {}
+            _check(name, facts, _facts(cfg))
+            cached = int(facts["cached"])
+            if cached > ctx:
+                raise SessionError(
+                    f"{name} has {cached} positions and the context {ctx}; raise ctx (-c)"
+                )
+            firsts = json.loads(facts["firsts"])
+            layers = []
+            for index, (layer, first) in enumerate(zip(cfg.layers, firsts, strict=True)):
+                k, v = (file.get_tensor(f"{side}.{index}") for side in "kv")
+                layers.append(_layer(layer, k, v, first, cached))
+            tokens = file.get_tensor("tokens").tolist()
+            held = Held(tokens, cached, int(facts["prefilled"]), ended=True)
+    except OSError as error:
+        raise SessionError(f"cannot read {name}: {error.strerror or error}") from error
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise SessionError(f"{name} is damaged or no session of jaxllm; save it anew") from error
+    if not 0 < cached <= len(tokens) or not 0 <= held.prefilled <= cached:
+        raise SessionError(f"{name} is damaged: its numbers of tokens contradict each other")
+    return Session(held, layers)
+
+
+def _facts(cfg: ModelConfig) -> dict[str, str]:
+    """What a session's model must have in common with the one that it is loaded into."""
+    plain = [
+        replace(
+            layer,
+            kv_heads=layer.kv_heads // layer.kv_repeat,
+            q_per_kv=layer.q_per_kv * layer.kv_repeat,
+            kv_repeat=1,
+            cache=CacheFormat(),
+        )
+        for layer in cfg.layers
+    ]
+    sizes = json.dumps(asdict(replace(cfg, layers=tuple(plain))), default=str, sort_keys=True)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": f"{cfg.name or cfg.architecture} ({cfg.architecture}, {len(cfg.layers)} layers)",
+        "fingerprint": hashlib.sha256(sizes.encode()).hexdigest(),
+        "cache": json.dumps([_cache(layer) for layer in cfg.layers]),
+    }
+
+
+def _cache(layer: LayerConfig) -> str:
+    types = layer.cache
+    sides = (types.k.name, types.rotate_k), (types.v.name, types.rotate_v)
+    return "/".join(name + (" rotated" if turned else "") for name, turned in sides)
+
+
+def _check(name: str, facts: dict[str, str], own: dict[str, str]) -> None:
+    if facts.get("format") != FORMAT:
+        raise SessionError(f"{name} is no session of jaxllm; give another path")
+    if facts.get("version") != VERSION:
+        raise SessionError(
+            f"{name} has version {facts.get('version')} of the format and this is version"
+            f" {VERSION}; save it anew"
+        )
+    if facts.get("fingerprint") != own["fingerprint"]:
+        raise SessionError(
+            f"{name} is of the model {facts.get('model')} and this is {own['model']}, whose name,"
+            " sizes or settings differ; load the model that it was saved from"
+        )
+    if facts.get("cache") != own["cache"]:
+        theirs, ours = json.loads(facts["cache"]), json.loads(own["cache"])
+        index = next(i for i, both in enumerate(zip(theirs, ours, strict=True)) if len({*both}) > 1)
+        raise SessionError(
+            f"{name} stores keys/values of layer {index} as {theirs[index]} and this model's cache"
+            f" as {ours[index]}; give the same cache types (-ctk, -ctv) and rotation"
+        )
+
+
+def _layer(layer: LayerConfig, k: np.ndarray, v: np.ndarray, first: int, cached: int) -> LayerRow:
+    """Stored sides as a plan's heads; a ValueError where they are not what the layer stores."""
+    types, heads = layer.cache, layer.kv_heads // layer.kv_repeat
+    sides = []
+    for side, kind, dim in ((k, types.k, layer.k_dim), (v, types.v, layer.v_dim)):
+        dtype = np.dtype(kind.dtype)
+        if side.shape != (heads, cached - first, kind.row(dim)) or side.dtype != _stored(dtype):
+            raise ValueError("a tensor is not what the layer stores")
+        sides.append(np.repeat(side.view(dtype), layer.kv_repeat, axis=0))
+    oldest = 0 if layer.window is None else cached
+    if not 0 <= first <= oldest:
+        raise ValueError("positions are missing")
+    return LayerRow(sides[0], sides[1], first)
+
+
+def _stored(dtype: np.dtype) -> np.dtype:
+    """The type of a file's tensor: numpy's own types are known to every reader."""
+    return dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
+
+
+def _plain(side: Any) -> np.ndarray:
+    side = np.ascontiguousarray(side)
+    return side.view(_stored(side.dtype))
