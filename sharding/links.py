@@ -60,6 +60,22 @@ def deliver(pages: Sequence[Any], device: Any) -> tuple[Any, ...]:
     return tuple(jax.device_put(p, target) for p in pages)
 
 
+class Link:
+    """How groups of pages reach one device; a test may put a slower one in its place."""
+
+    def __init__(self, device: Any):
+        self.device = device
+
+    def send(self, pages: Sequence[Any]) -> tuple[Any, ...]:
+        """Start copying host arrays to the device; the arrays there."""
+        return deliver(pages, self.device)
+
+    def arrived(self, sent: tuple[Any, ...]) -> bool:
+        """Whether what `send` gave may be passed to a program. On a real link always: a program
+        that is given arrays waits for them on its device."""
+        return True
+
+
 def measure_link(device: Any, how: Delivery) -> float:
     """The rate of one device's link in 1e9 bytes a second, by sending groups of pages to it."""
     pages = host_array(np.zeros(how.group_bytes, np.uint8), how.place, device)

@@ -11,14 +11,16 @@ A group lives in one place: on the device, in pinned host memory or in pageable 
 place decides only whether `visit` has to copy it; attention takes all places the same way.
 
 Copies are issued ahead, through the layers and round to the first for the next step, while at
-most `prefetch` delivered groups exist at a time (in flight or in use). Only the thread that runs
-the engine may call a store.
+most `prefetch` delivered groups exist at a time (in flight or in use). While one store waits, its
+peers go on issuing, so that no device's link rests for another's. Only the thread that runs the
+engine may call a store.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +30,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxllm.models.layers import Array, Device
-from sharding.links import Place, deliver, host_array
+from sharding.links import Link, Place, host_array
 
 Pages = tuple[Array | np.ndarray, ...]
+PAUSE = 50e-6  # seconds between looks at what is waited for
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +94,8 @@ class PageStore:
         place: Callable[[int, int], Place],
     ):
         self.device, self.prefetch, self.place = device, max(1, prefetch), place
+        self.link = Link(device)
+        self.peers: Sequence[PageStore] = [self]  # that issue copies while one of them waits
         self.sizes = group_sizes(group_pages)
         self.sent = 0  # bytes delivered to steps over the link
         self.discarded = 0  # bytes copied ahead for a step that then did not come
@@ -99,6 +104,7 @@ class PageStore:
         self._issued = 0  # of the queue, and past its end of the next step's
         self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
         self._busy: deque[Array] = deque()  # one small result of each step in progress
+        self._coming: deque[Group] = deque()  # that the visit in progress has still to deliver
         self._again = False
         self._on_device = SingleDeviceSharding(device, memory_kind="device")
 
@@ -199,20 +205,49 @@ class PageStore:
 
         Layers are visited in ascending order; `done` follows each step on a group.
         """
-        for group in self._wanted(layer, row, rows):
-            if group.place == "device":
+        self._coming = deque(self._wanted(layer, row, rows))
+        return self._deliver(self._coming)
+
+    def waits(self) -> bool:
+        """Whether the next group of the visit in progress is not there yet."""
+        if not self._coming or self._coming[0].place == "device":
+            return False
+        if self._ahead:
+            return not self.link.arrived(self._ahead[0][1])
+        self._forget_finished()
+        return len(self._busy) >= self.prefetch
+
+    def pause(self) -> None:
+        """Let some time pass in which all peers issue what they may."""
+        for store in self.peers:
+            store._top_up()
+        time.sleep(PAUSE)
+
+    def _deliver(self, coming: deque[Group]) -> Iterator[tuple[tuple[Array, ...], Array]]:
+        while coming:
+            if coming[0].place == "device":
+                group = coming.popleft()
                 yield group.pages, group.table  # type: ignore[misc]
                 continue
             if not self._ahead:
-                while len(self._busy) >= self.prefetch:
-                    self._busy.popleft().block_until_ready()
+                self._wait_for_room()
                 self._issue()
+            while not self.link.arrived(self._ahead[0][1]):
+                self.pause()
+            group = coming.popleft()
             ahead, pages = self._ahead.popleft()
             assert ahead is group, "layers were visited out of order"
             self.sent += group.nbytes
             self._delivered = True
             yield pages, group.table
             del pages
+
+    def _wait_for_room(self) -> None:
+        if len(self.peers) > 1:
+            while len(self._busy) >= self.prefetch and not self._ahead:
+                self.pause()
+        while len(self._busy) >= self.prefetch:
+            self._busy.popleft().block_until_ready()
 
     def done(self, result: Array) -> None:
         """A step on the last visited group has been dispatched; `result` is ready when it ends."""
@@ -229,9 +264,14 @@ class PageStore:
 
         return [g for g in self._groups[layer] if touches(g)]
 
-    def _top_up(self) -> None:
+    def _forget_finished(self) -> None:
         while self._busy and _is_ready(self._busy[0]):
             self._busy.popleft()
+
+    def _top_up(self) -> None:
+        self._forget_finished()
+        if self.prefetch == 1:
+            return  # a copy is issued when it is needed
         limit = len(self._queue) * (2 if self._again else 1)
         while self._issued < limit and len(self._ahead) + len(self._busy) < self.prefetch:
             self._issue()
@@ -239,5 +279,5 @@ class PageStore:
     def _issue(self) -> None:
         group = self._queue[self._issued % len(self._queue)]
         # A numpy page may be taken over without a copy; pages never change, so that is safe.
-        self._ahead.append((group, deliver(group.pages, self.device)))
+        self._ahead.append((group, self.link.send(group.pages)))
         self._issued += 1

@@ -54,6 +54,8 @@ class StagedEngine(Engine):
             PageStore(d, len(plan.layers), options.group_pages, options.prefetch, partial(place, i))
             for i, d in enumerate(devices)
         ]
+        for store in self.stores:
+            store.peers = self.stores
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
         self.trimmed: dict[tuple[int, int], int] = {}  # first page kept, by row and window
         self.window_layers: dict[int, list[tuple[int, int]]] = {}  # (device, layer) by window
@@ -184,8 +186,7 @@ class _Forward:
         self._begin(0, ("enter",))
         for index, layer in enumerate(plan.layers):
             targets = holders if index == last else plan.layers[index + 1].devices
-            for device in layer.attn_devices:
-                self._attend(device, index)
+            self._attend(layer.attn_devices, index)
             if len(layer.devices) == 1:
                 self._alone(layer.devices[0], index, tuple(targets))
                 continue
@@ -273,11 +274,25 @@ class _Forward:
         if result.ring is not None and there is not None:
             rings[there] = result.ring
 
-    def _attend(self, device: int, index: int) -> None:
-        engine = self.engine
-        store, cfg = engine.stores[device], engine.models[device].cfg.layers[index]
+    def _attend(self, devices: tuple[int, ...], index: int) -> None:
+        """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so
+        none of their links rests until another's groups have come."""
+        stores = self.engine.stores
+        visits = {d: stores[d].visit(index, self.row, self.rows) for d in devices}
+        while visits:
+            turn = [d for d in visits if len(visits) == 1 or not stores[d].waits()]
+            if not turn:
+                stores[devices[0]].pause()
+            for device in turn:
+                group = next(visits[device], None)
+                if group is None:
+                    del visits[device]
+                else:
+                    self._fold(device, index, *group)
+
+    def _fold(self, device: int, index: int, pages: tuple[Array, ...], table: Array) -> None:
+        cfg = self.engine.models[device].cfg.layers[index]
         q, carry = self.queries[device]
-        for pages, table in store.visit(index, self.row, self.rows):
-            carry, result = attend(carry, q, pages, table, self.packed[device], cfg=cfg)
-            store.done(result)
+        carry, result = attend(carry, q, pages, table, self.packed[device], cfg=cfg)
+        self.engine.stores[device].done(result)
         self.queries[device] = Queries(q, carry)
