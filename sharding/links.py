@@ -41,6 +41,20 @@ def places(devices: Sequence[Any]) -> tuple[Place, ...]:
     return ("pinned", "pageable") if all("pinned_host" in k for k in kinds) else ("pageable",)
 
 
+def host_place(devices: Sequence[Any], pinned: bool | None) -> Place:
+    """The kind of host memory to keep pages in: pinned unless refused, where every device has it.
+
+    Raises:
+        PlanError: for pinned memory that was asked for and is not there.
+    """
+    fastest = places(devices)[0]
+    if pinned and fastest != "pinned":
+        raise PlanError(
+            "--kv-pinned needs pinned host memory, which not every device has; drop it."
+        )
+    return "pageable" if pinned is False else fastest
+
+
 def host_array(values: Any, place: Place, device: Any) -> Any:
     """`values` in host memory of `device`: pinned memory that it can read itself, or numpy's."""
     import jax

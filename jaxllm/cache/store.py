@@ -19,6 +19,7 @@ engine may call a store.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,14 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxllm.models.layers import Array, Device
 from sharding.links import Link, Place, host_array
+from sharding.memory import PINNED_LIMIT, exhausted
 
 Pages = tuple[Array | np.ndarray, ...]
+PINNED_NOTE = (
+    "pinned host memory for the cache has run out, so further pages are in pageable memory, which"
+    f" reaches a device more slowly: set {PINNED_LIMIT} (64 unless set) to as many GB as the cache"
+    " takes."
+)
 PAUSE = 50e-6  # seconds between looks at what is waited for
 
 
@@ -98,6 +105,8 @@ class PageStore:
         self.peers: Sequence[PageStore] = [self]  # that issue copies while one of them waits
         self.sizes = group_sizes(group_pages)
         self.sent = 0  # bytes delivered to steps over the link
+        self.notes: list[str] = []  # sentences that a user should read
+        self._no_more_pinned = False
         self.discarded = 0  # bytes copied ahead for a step that then did not come
         self._groups: list[list[Group]] = [[] for _ in range(layers)]
         self._queue: list[Group] = []  # host groups of this step, in the order of use
@@ -120,6 +129,7 @@ class PageStore:
 
     def release(self, row: int) -> None:
         """Drop a row's pages."""
+        self._no_more_pinned = False  # what this frees may be enough
         for layer in range(len(self._groups)):
             self._keep(layer, lambda group, i: group.rows[i] != row)
 
@@ -183,11 +193,32 @@ class PageStore:
         self, pages: Pages, rows: tuple[int, ...], firsts: tuple[int, ...], place: Place
     ) -> Group:
         if place != "device":
-            pages = tuple(host_array(p, place, self.device) for p in pages)
+            place, pages = self._on_host(pages, place)
         table = np.asarray([*rows, *firsts, len(rows)], np.int32)
         return Group(pages, rows, firsts, place, jax.device_put(table, self._on_device))
 
+    def _on_host(self, pages: Pages, place: Place) -> tuple[Place, Pages]:
+        """The pages in host memory: pageable where there is no more of the pinned."""
+        if place == "pinned" and not self._no_more_pinned:
+            try:
+                return place, tuple(host_array(p, place, self.device) for p in pages)
+            except RuntimeError as error:
+                if not exhausted(error):
+                    raise
+            self._no_more_pinned = True
+            if not any(store.notes for store in self.peers):
+                self.notes.append(PINNED_NOTE)
+                warnings.warn(PINNED_NOTE, stacklevel=2)
+        return "pageable", tuple(host_array(p, "pageable", self.device) for p in pages)
+
     # Delivering pages
+
+    def give_up(self) -> None:
+        """Forget the step in progress and what has been copied for it."""
+        self.discarded += sum(g.nbytes for g, _ in self._ahead)
+        self._queue, self._issued, self._delivered = [], 0, False
+        for waiting in (self._ahead, self._busy, self._coming):
+            waiting.clear()
 
     def begin(self, row: int, rows: int, again: bool) -> None:
         """Start a step over rows row .. row + rows; `again` if the same rows come next."""

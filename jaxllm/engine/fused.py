@@ -17,7 +17,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxllm.cache.attention import Ring, attend_ring, empty_ring
-from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
+from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import (
     Top,
     begin_attention,
@@ -143,8 +143,14 @@ class FusedEngine(Engine):
     def __init__(self, plan: Plan, model: LocalModel, leaves: Leaves, where: Device | JaxMesh):
         self.plan, self.model, self.leaves = plan, model, leaves
         self.mesh = where if isinstance(where, JaxMesh) else None
+        self.where = where
         self.rings = empty_rings(plan, model, where)
 
+    def recover(self) -> None:
+        if any(part.is_deleted() for ring in self.rings for part in ring):  # donated, then failed
+            self.rings = empty_rings(self.plan, self.model, self.where)
+
+    @frees_on_failure
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Array:
         packed = pack_step(tokens, row, starts, np.zeros_like(starts))
         x, self.rings = _forward(
@@ -159,6 +165,7 @@ class FusedEngine(Engine):
     def weights(self) -> list[Array]:
         return jax.tree.leaves((self.leaves.layers, self.leaves.ends))
 
+    @frees_on_failure
     def logits(self, hidden: Array, at: np.ndarray, top: int) -> Logits:
         out = _head(
             self.leaves.ends,

@@ -22,13 +22,14 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxllm.cache.attention import Ring, empty_ring
 from jaxllm.cache.store import PageStore, group_sizes
-from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
+from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import pack_step
 from jaxllm.engine.stages import Layer, Queries, StageIn, attend, cut, embed, head, stage
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, exchange, ring_positions
 from sharding.links import Place
+from sharding.memory import memory_of
 
 
 class StagedEngine(Engine):
@@ -69,17 +70,26 @@ class StagedEngine(Engine):
         options, model = self.plan.options, self.models[device]
         to = SingleDeviceSharding(self.devices[device])
         rings = {}
-        for i, layer in enumerate(self.plan.layers):
-            if device in layer.attn_devices:
-                cfg = model.cfg.layers[i]
-                capacity = ring_positions("staged", options, cfg.window)
-                rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
+        with memory_of(self.plan, device):
+            for i, layer in enumerate(self.plan.layers):
+                if device in layer.attn_devices:
+                    cfg = model.cfg.layers[i]
+                    capacity = ring_positions("staged", options, cfg.window)
+                    rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
         return rings
+
+    def recover(self) -> None:
+        for store in self.stores:
+            store.give_up()
+        for device, rings in enumerate(self.rings):
+            if any(part.is_deleted() for ring in rings.values() for part in ring):
+                self.rings[device] = self._empty_rings(device)  # donated to what failed
 
     def layer(self, device: int, index: int) -> Layer:
         model = self.models[device]
         return Layer(model.blocks[index], model.cfg.layers[index])
 
+    @frees_on_failure
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> dict[int, Array]:
         rows = len(tokens)
         packed = pack_step(tokens, row, starts, self.floor[row : row + rows])
@@ -89,15 +99,18 @@ class StagedEngine(Engine):
     def weights(self) -> list[Array]:
         return jax.tree.leaves([(own.layers, own.ends) for own in self.leaves])
 
+    @frees_on_failure
     def logits(self, hidden: dict[int, Array], at: np.ndarray, top: int) -> Logits:
         outs, at = [], at.astype(np.int32)
         for i, (start, stop) in enumerate(self.plan.vocab):
             if stop > start:
+                self.at_work = i
                 leaves, ends = self.leaves[i], self.models[i].ends
                 outs.append(head(leaves.ends, leaves.vocab, hidden[i], at, ends=ends, top=top))
         parts = jax.device_get(outs)
         return merge_top(parts, top) if top else merge_logits(parts)
 
+    @frees_on_failure
     def settle(self, row: int, ends: np.ndarray) -> None:
         for n, end in enumerate(ends.tolist()):
             first = int(self.floor[row + n])
@@ -246,6 +259,7 @@ class _Forward:
         self, device: int, pieces: tuple[str, ...], here: int | None, there: int | None = None
     ) -> None:
         engine = self.engine
+        engine.at_work = device
         layers, rings = engine.leaves[device].layers, engine.rings[device]
         out = "out" in pieces
         given = StageIn(
@@ -291,6 +305,7 @@ class _Forward:
                     self._fold(device, index, *group)
 
     def _fold(self, device: int, index: int, pages: tuple[Array, ...], table: Array) -> None:
+        self.engine.at_work = device
         cfg = self.engine.models[device].cfg.layers[index]
         q, carry = self.queries[device]
         carry, result = attend(carry, q, pages, table, self.packed[device], cfg=cfg)
