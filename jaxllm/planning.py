@@ -18,7 +18,7 @@ from jaxllm.models.sources import GGUFSource
 from jaxllm.models.weights import slots
 from jaxllm.runtime import default_dtype, links_file
 from sharding import Mesh, PlanOptions, parse_shares, position_bytes
-from sharding.links import Delivery, measured, places, with_links
+from sharding.links import Delivery, host_place, measured, with_links
 
 DEFAULT_CTX = 2048
 DTYPES = ("float32", "bfloat16", "float16")
@@ -97,7 +97,7 @@ def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
     widest = max(shape.kv_heads * position_bytes(shape, options) for shape in shapes)
     parts = len(mesh) if options.split_mode == "tensor" else 1
     size = options.group_pages * options.page * widest // parts
-    place = places(mesh.jax_devices or ())[0]
+    place = host_place(mesh.jax_devices or (), options.kv_pinned)
     return Delivery(place, 1 << (size - 1).bit_length(), options.prefetch)
 
 

@@ -1,24 +1,30 @@
-"""For tests of mesh configurations: virtual devices, small random models, assertions on plans.
+"""For tests of mesh configurations: virtual devices, small random models, assertions on plans,
+links as slow as one likes.
 
 mesh = virtual_mesh(3)                                   # before JAX has started
 llm = random_llm(devices=3, split_mode="tensor", attn_split=(2, 1, 0), kv="host")
 assert_partition(llm.plan)
 assert_weights_as_planned(llm)
+simulate_links(llm, (24.2, 3.3, 1.0))                    # GB/s; then time what it does
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxllm.engine.staged import StagedEngine
 from jaxllm.llm import LLM
 from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig, ModelConfig, Rope
 from jaxllm.models.decoder import PreNormBlock
 from sharding import Mesh, Plan, TensorShape, ensure_devices
+from sharding.links import Link
 
 
 def virtual_mesh(devices: int) -> Mesh:
@@ -95,3 +101,34 @@ def assert_weights_as_planned(llm: LLM) -> None:
             held[shard.device] += shard.data.nbytes
     planned = {d: plan.weight_bytes(i) for i, d in enumerate(held)}
     assert held == planned, f"weights take {held} bytes, planned were {planned}"
+
+
+class SimulatedLink(Link):
+    """A link of `gbps` 1e9 bytes a second that carries one group at a time, in the order in which
+    they are sent. Groups are held back until they would have arrived."""
+
+    def __init__(self, device: Any, gbps: float):
+        super().__init__(device)
+        self.gbps = gbps
+        self.idle_from = 0.0  # when the last group will have arrived
+        self._due: dict[int, float] = {}
+
+    def send(self, pages: Sequence[Any]) -> tuple[Any, ...]:
+        now = time.perf_counter()
+        seconds = sum(p.nbytes for p in pages) / (self.gbps * 1e9)
+        self.idle_from = max(now, self.idle_from) + seconds
+        sent = super().send(pages)
+        self._due = {key: due for key, due in self._due.items() if due > now}
+        self._due[id(sent)] = self.idle_from
+        return sent
+
+    def arrived(self, sent: tuple[Any, ...]) -> bool:
+        return time.perf_counter() >= self._due.get(id(sent), 0.0)
+
+
+def simulate_links(llm: LLM, rates: Sequence[float]) -> None:
+    """Give each device of a model with a host cache a link of its own rate, in 1e9 bytes a second,
+    from the next step on."""
+    assert isinstance(llm.engine, StagedEngine), "only the staged engine sends pages"
+    for store, gbps in zip(llm.engine.stores, rates, strict=True):
+        store.link = SimulatedLink(store.device, gbps)

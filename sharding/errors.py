@@ -22,17 +22,34 @@ class PlanError(ShardingError):
 class DoesNotFit(ShardingError):
     """A plan that needs more memory on a device than the device has free.
 
-    `needed` and `free` are bytes; `device` is the label of the first device that is too small.
+    `needed` is the bytes that the plan counts there and `free` what was free before, None where the
+    device does not tell; `device` is the label of the first device that is too small. `failed` says
+    that an allocation has failed: that the plan alone did not tell it.
     """
 
-    def __init__(self, device: str, needed: int, free: int) -> None:
+    def __init__(
+        self, device: str, needed: int, free: int | None = None, failed: bool = False
+    ) -> None:
         self.device = device
         self.needed = needed
         self.free = free
+        self.failed = failed
+        has = "" if free is None else f" and has {free} free"
+        if failed:
+            has = "" if free is None else f" of {free} free"
+        what = (
+            f"ran out of memory; the plan takes {needed} bytes there"
+            if failed
+            else (f"needs {needed} bytes")
+        )
         super().__init__(
-            f"device {device} needs {needed} bytes and has {free} free: lower its share (-ts, -as),"
+            f"device {device} {what}{has}: lower its share (-ts, -as),"
             " the context (-c) or move the cache to host memory (-nkvo)."
         )
 
-    def __reduce__(self) -> tuple[type[DoesNotFit], tuple[str, int, int]]:
-        return type(self), (self.device, self.needed, self.free)
+    def bare(self) -> DoesNotFit:
+        """The same error without what led to it."""
+        return DoesNotFit(self.device, self.needed, self.free, self.failed)
+
+    def __reduce__(self) -> tuple[type[DoesNotFit], tuple[str, int, int | None, bool]]:
+        return type(self), (self.device, self.needed, self.free, self.failed)

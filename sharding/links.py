@@ -41,6 +41,20 @@ def places(devices: Sequence[Any]) -> tuple[Place, ...]:
     return ("pinned", "pageable") if all("pinned_host" in k for k in kinds) else ("pageable",)
 
 
+def host_place(devices: Sequence[Any], pinned: bool | None) -> Place:
+    """The kind of host memory to keep pages in: pinned unless refused, where every device has it.
+
+    Raises:
+        PlanError: for pinned memory that was asked for and is not there.
+    """
+    fastest = places(devices)[0]
+    if pinned and fastest != "pinned":
+        raise PlanError(
+            "--kv-pinned needs pinned host memory, which not every device has; drop it."
+        )
+    return "pageable" if pinned is False else fastest
+
+
 def host_array(values: Any, place: Place, device: Any) -> Any:
     """`values` in host memory of `device`: pinned memory that it can read itself, or numpy's."""
     import jax
@@ -58,6 +72,22 @@ def deliver(pages: Sequence[Any], device: Any) -> tuple[Any, ...]:
 
     target = SingleDeviceSharding(device, memory_kind="device")
     return tuple(jax.device_put(p, target) for p in pages)
+
+
+class Link:
+    """How groups of pages reach one device; a test may put a slower one in its place."""
+
+    def __init__(self, device: Any):
+        self.device = device
+
+    def send(self, pages: Sequence[Any]) -> tuple[Any, ...]:
+        """Start copying host arrays to the device; the arrays there."""
+        return deliver(pages, self.device)
+
+    def arrived(self, sent: tuple[Any, ...]) -> bool:
+        """Whether what `send` gave may be passed to a program. On a real link always: a program
+        that is given arrays waits for them on its device."""
+        return True
 
 
 def measure_link(device: Any, how: Delivery) -> float:

@@ -47,6 +47,8 @@ class PlanOptions:
         attn_split: shares of attention heads and their cache; unset follows `tensor_split`.
         kv: where full pages of the cache live.
         kv_gpu_layers: layers' worth of a host cache that stay on devices.
+        kv_pinned: keep a host cache in pinned memory, which devices read by themselves; None is on
+            where all of them have it.
         kv_device_bytes: bytes of a host cache that stay on each device; "auto" is what is free
             there beside everything else, less a reserve.
         cache_type_k, cache_type_v: element types of the cache.
@@ -71,6 +73,7 @@ class PlanOptions:
     kv: Literal["device", "host"] = "device"
     kv_gpu_layers: int | None = None
     kv_device_bytes: int | Literal["auto"] | None = None
+    kv_pinned: bool | None = None
     cache_type_k: CacheType = "f32"
     cache_type_v: CacheType = "f32"
     kv_rotate: bool | None = None
@@ -101,8 +104,9 @@ class PlanOptions:
         for field, argument in _SWITCHES.items():
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(f"{argument} is {getattr(self, field)!r}; it is on or off.")
-        if not isinstance(self.kv_rotate, bool | None):
-            raise PlanError(f"--kv-rotate is {self.kv_rotate!r}; it is on, off or None.")
+        for field, argument in (("kv_rotate", "--kv-rotate"), ("kv_pinned", "--kv-pinned")):
+            if not isinstance(getattr(self, field), bool | None):
+                raise PlanError(f"{argument} is {getattr(self, field)!r}; it is on, off or None.")
         for field in ("page", "group_pages", "ubatch"):
             value = getattr(self, field)
             if value & (value - 1):
@@ -146,6 +150,11 @@ class PlanOptions:
         if layers is not None and size is not None:
             raise PlanError(
                 f"{KV_GPU_LAYERS} does not go with {KV_DEVICE_BYTES}; give one of them."
+            )
+        if self.kv == "device" and self.kv_pinned is not None:
+            raise PlanError(
+                "--kv-pinned says where a host cache lives; give --no-kv-offload/-nkvo with it, or"
+                " drop it."
             )
         if self.kv == "device" and (layers is not None or size is not None):
             name = KV_DEVICE_BYTES if layers is None else KV_GPU_LAYERS

@@ -14,6 +14,7 @@ from sharding import sizes
 from sharding.axes import axis
 from sharding.cache_types import check_rows, rotation_notes
 from sharding.errors import DoesNotFit, PlanError
+from sharding.memory import PINNED_DEFAULT, PINNED_LIMIT
 from sharding.mesh import Mesh
 from sharding.options import EngineName, PlanOptions
 from sharding.residency import Residency, spend_budget, streaming_all
@@ -259,7 +260,8 @@ def make_plan(
     plan = Plan(mesh, model, options, (), layers, vocab, engine, why).with_tensors(tensors)
     plan = replace(plan, residency=streaming_all(plan))
     residency, more = spend_budget(plan)
-    return replace(plan, residency=residency, notes=notes + more)
+    plan = replace(plan, residency=residency, notes=notes + more)
+    return replace(plan, notes=plan.notes + _pinned_notes(plan))
 
 
 def _used(layers: Sequence[LayerPlan], vocab: Ranges) -> tuple[int, ...]:
@@ -301,6 +303,19 @@ def _choose_engine(
     if _equal(layers, vocab):
         return "fused", "alike devices have equal parts of everything."
     return "staged", "devices have unequal parts."
+
+
+def _pinned_notes(plan: Plan) -> tuple[str, ...]:
+    """Whether a full cache needs more pinned memory than the backend of a GPU gives by itself."""
+    gpus = any(d.platform in ("gpu", "cuda", "rocm") for d in plan.mesh.devices)
+    size = sum(plan.cache_bytes(i)["host"] for i in range(len(plan.mesh)))
+    if not gpus or plan.options.kv_pinned is False or size <= PINNED_DEFAULT:
+        return ()
+    return (
+        f"the host cache takes up to {size} bytes and pinned memory ends at {PINNED_DEFAULT >> 30}"
+        f" GB unless {PINNED_LIMIT} says more; the rest of it would be in pageable memory, which"
+        " reaches a device more slowly.",
+    )
 
 
 def _attention_notes(

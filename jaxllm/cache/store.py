@@ -15,14 +15,17 @@ step visits, until the row, or another one, begins with them again (`adopt`). Si
 change, rows share them: a group is given another table, and its arrays live until no row has them.
 
 Copies are issued ahead, through the layers and round to the first for the next step, while at
-most `prefetch` delivered groups exist at a time (in flight or in use). Only the thread that runs
-the engine may call a store.
+most `prefetch` delivered groups exist at a time (in flight or in use). While one store waits, its
+peers go on issuing, so that no device's link rests for another's. Only the thread that runs the
+engine may call a store.
 """
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,9 +35,16 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxllm.models.layers import Array, Device
-from sharding.links import Place, deliver, host_array
+from sharding.links import Link, Place, host_array
+from sharding.memory import PINNED_LIMIT, exhausted
 
 Pages = tuple[Array | np.ndarray, ...]
+PINNED_NOTE = (
+    "pinned host memory for the cache has run out, so further pages are in pageable memory, which"
+    f" reaches a device more slowly: set {PINNED_LIMIT} (64 unless set) to as many GB as the cache"
+    " takes."
+)
+PAUSE = 50e-6  # seconds between looks at what is waited for
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +105,12 @@ class PageStore:
         place: Callable[[int, int], Place],
     ):
         self.device, self.prefetch, self.place = device, max(1, prefetch), place
+        self.link = Link(device)
+        self.peers: Sequence[PageStore] = [self]  # that issue copies while one of them waits
         self.sizes = group_sizes(group_pages)
         self.sent = 0  # bytes delivered to steps over the link
+        self.notes: list[str] = []  # sentences that a user should read
+        self._no_more_pinned = False
         self.discarded = 0  # bytes copied ahead for a step that then did not come
         self._groups: list[list[Group]] = [[] for _ in range(layers)]
         self._parked: dict[int, list[list[Group]]] = {}  # by row, then layer
@@ -104,6 +118,7 @@ class PageStore:
         self._issued = 0  # of the queue, and past its end of the next step's
         self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
         self._busy: deque[Array] = deque()  # one small result of each step in progress
+        self._coming: deque[Group] = deque()  # that the visit in progress has still to deliver
         self._again = False
         self._on_device = SingleDeviceSharding(device, memory_kind="device")
 
@@ -120,6 +135,7 @@ class PageStore:
     def release(self, row: int) -> None:
         """Drop a row's pages."""
         self._parked.pop(row, None)
+        self._no_more_pinned = False  # what this frees may be enough
         for layer in range(len(self._groups)):
             self._keep(layer, lambda group, i: group.rows[i] != row)
 
@@ -228,7 +244,7 @@ class PageStore:
         self, pages: Pages, rows: tuple[int, ...], firsts: tuple[int, ...], place: Place
     ) -> Group:
         if place != "device":
-            pages = tuple(host_array(p, place, self.device) for p in pages)
+            place, pages = self._on_host(pages, place)
         return Group(pages, rows, firsts, place, self._table(rows, firsts))
 
     def _of_row(self, group: Group, row: int) -> Group:
@@ -242,7 +258,28 @@ class PageStore:
         table = np.asarray([*rows, *firsts, len(rows)], np.int32)
         return jax.device_put(table, self._on_device)
 
+    def _on_host(self, pages: Pages, place: Place) -> tuple[Place, Pages]:
+        """The pages in host memory: pageable where there is no more of the pinned."""
+        if place == "pinned" and not self._no_more_pinned:
+            try:
+                return place, tuple(host_array(p, place, self.device) for p in pages)
+            except RuntimeError as error:
+                if not exhausted(error):
+                    raise
+            self._no_more_pinned = True
+            if not any(store.notes for store in self.peers):
+                self.notes.append(PINNED_NOTE)
+                warnings.warn(PINNED_NOTE, stacklevel=2)
+        return "pageable", tuple(host_array(p, "pageable", self.device) for p in pages)
+
     # Delivering pages
+
+    def give_up(self) -> None:
+        """Forget the step in progress and what has been copied for it."""
+        self.discarded += sum(g.nbytes for g, _ in self._ahead)
+        self._queue, self._issued, self._delivered = [], 0, False
+        for waiting in (self._ahead, self._busy, self._coming):
+            waiting.clear()
 
     def begin(self, row: int, rows: int, again: bool) -> None:
         """Start a step over rows row .. row + rows; `again` if the same rows come next."""
@@ -260,20 +297,49 @@ class PageStore:
 
         Layers are visited in ascending order; `done` follows each step on a group.
         """
-        for group in self._wanted(layer, row, rows):
-            if group.place == "device":
+        self._coming = deque(self._wanted(layer, row, rows))
+        return self._deliver(self._coming)
+
+    def waits(self) -> bool:
+        """Whether the next group of the visit in progress is not there yet."""
+        if not self._coming or self._coming[0].place == "device":
+            return False
+        if self._ahead:
+            return not self.link.arrived(self._ahead[0][1])
+        self._forget_finished()
+        return len(self._busy) >= self.prefetch
+
+    def pause(self) -> None:
+        """Let some time pass in which all peers issue what they may."""
+        for store in self.peers:
+            store._top_up()
+        time.sleep(PAUSE)
+
+    def _deliver(self, coming: deque[Group]) -> Iterator[tuple[tuple[Array, ...], Array]]:
+        while coming:
+            if coming[0].place == "device":
+                group = coming.popleft()
                 yield group.pages, group.table  # type: ignore[misc]
                 continue
             if not self._ahead:
-                while len(self._busy) >= self.prefetch:
-                    self._busy.popleft().block_until_ready()
+                self._wait_for_room()
                 self._issue()
+            while not self.link.arrived(self._ahead[0][1]):
+                self.pause()
+            group = coming.popleft()
             ahead, pages = self._ahead.popleft()
             assert ahead is group, "layers were visited out of order"
             self.sent += group.nbytes
             self._delivered = True
             yield pages, group.table
             del pages
+
+    def _wait_for_room(self) -> None:
+        if len(self.peers) > 1:
+            while len(self._busy) >= self.prefetch and not self._ahead:
+                self.pause()
+        while len(self._busy) >= self.prefetch:
+            self._busy.popleft().block_until_ready()
 
     def done(self, result: Array) -> None:
         """A step on the last visited group has been dispatched; `result` is ready when it ends."""
@@ -290,9 +356,14 @@ class PageStore:
 
         return [g for g in self._groups[layer] if touches(g)]
 
-    def _top_up(self) -> None:
+    def _forget_finished(self) -> None:
         while self._busy and _is_ready(self._busy[0]):
             self._busy.popleft()
+
+    def _top_up(self) -> None:
+        self._forget_finished()
+        if self.prefetch == 1:
+            return  # a copy is issued when it is needed
         limit = len(self._queue) * (2 if self._again else 1)
         while self._issued < limit and len(self._ahead) + len(self._busy) < self.prefetch:
             self._issue()
@@ -300,5 +371,5 @@ class PageStore:
     def _issue(self) -> None:
         group = self._queue[self._issued % len(self._queue)]
         # A numpy page may be taken over without a copy; pages never change, so that is safe.
-        self._ahead.append((group, deliver(group.pages, self.device)))
+        self._ahead.append((group, self.link.send(group.pages)))
         self._issued += 1

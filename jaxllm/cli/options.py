@@ -81,6 +81,8 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     add("-kvgl", "--kv-gpu-layers", type=int, metavar="N", help=kept)
     room = "of a host cache, bytes to keep on each device, or auto: what is free"
     add("--kv-device-bytes", type=_bytes_or_auto, metavar="B", help=room)
+    pinned = "a host cache in memory that devices read by themselves (default: where there is)"
+    add("--kv-pinned", action=argparse.BooleanOptionalAction, help=pinned)
     rates = "GB/s from host memory to each device, as 24.2,3.3 (default: measured if needed)"
     add("--link-gbps", metavar="RATES", help=rates)
     turn = "rotate what a quantised cache stores (default on)"
@@ -118,6 +120,7 @@ def split_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "cache_type_v": args.cache_type_v,
         "kv_gpu_layers": args.kv_gpu_layers,
         "kv_device_bytes": args.kv_device_bytes,
+        "kv_pinned": args.kv_pinned,
         "link_gbps": args.link_gbps,
         "kv_rotate": args.kv_rotate,
         "ctx": args.ctx_size,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxllm.engine.local import Top
 from jaxllm.engine.rows import LayerRow
 from jaxllm.models.layers import Array
+from sharding import DoesNotFit, Plan
+from sharding.memory import free_frames, memory_of
 
 Logits = np.ndarray | Top  # float32 [N, V], or the largest of each row
 Hidden = Any  # an engine's own form of hidden states
@@ -26,6 +29,9 @@ class Engine(ABC):
         steps     forward, logits, settle
         end       release (forgotten), or park (kept, for reuse and read_row)
     """
+
+    plan: Plan
+    at_work: int | None = None  # the device that a program was last given to, where that is known
 
     @abstractmethod
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Hidden:
@@ -78,6 +84,31 @@ class Engine(ABC):
     def link_bytes(self) -> list[int]:
         """Bytes sent from host memory to each device so far."""
         return []
+
+    def recover(self) -> None:  # noqa: B027 (nothing to do is fine)
+        """After a step that failed: give up what it has begun. Rows are to be released."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def frees_on_failure(method: Method) -> Method:
+    """A method of an engine that raises `DoesNotFit` where a device runs out of memory, with what
+    it has made freed and the engine ready for other steps."""
+
+    @wraps(method)
+    def run(self: Engine, *args: Any, **kw: Any) -> Any:
+        self.at_work = None
+        try:
+            with memory_of(self.plan, lambda: self.at_work):
+                return method(self, *args, **kw)
+        except DoesNotFit as error:
+            refused = error.bare()
+        free_frames()
+        self.recover()
+        raise refused
+
+    return run  # type: ignore[return-value]
 
 
 def merge_logits(parts: Sequence[np.ndarray]) -> np.ndarray:

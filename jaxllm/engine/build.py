@@ -26,8 +26,9 @@ from jaxllm.models.weights import (
     slots,
     whole_model,
 )
-from sharding import Mesh, Plan, PlanOptions, make_plan, replications, rotates
-from sharding.links import Place, places
+from sharding import DoesNotFit, Mesh, Plan, PlanOptions, make_plan, replications, rotates
+from sharding.links import Place, host_place
+from sharding.memory import free_frames, memory_of
 
 
 @dataclass(frozen=True)
@@ -109,26 +110,48 @@ def build_engine(
     """Load every device's slice and make the engine that the plan names.
 
     place(device, layer, first position) overrides where full pages of a staged engine live.
+
+    Raises:
+        DoesNotFit: before anything is allocated where the plan tells, or when an allocation fails;
+            what was taken is free again.
     """
+    model.plan.check_fit()
+    try:
+        return _build(model, source, progress, place)
+    except DoesNotFit as error:
+        refused = error.bare()
+    free_frames()
+    raise refused
+
+
+def _build(
+    model: PlannedModel,
+    source: Source,
+    progress: Progress | None,
+    place: Callable[[int, int, int], Place] | None,
+) -> Engine:
     plan = model.plan
-    plan.check_fit()
     devices = list(plan.mesh.jax_devices or ())
     if plan.engine == "fused":
         if not plan.padded:
             (only,) = plan.used_devices
             local = model.slice(only)
-            leaves = load_device(plan, model.whole, local, source, only, devices[only], progress)
-            return FusedEngine(plan, local, leaves, devices[only])
+            with memory_of(plan, only):
+                whole = model.whole
+                leaves = load_device(plan, whole, local, source, only, devices[only], progress)
+                return FusedEngine(plan, local, leaves, devices[only])
         mesh = JaxMesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
         local = model.padded()
-        leaves = load_stacked(plan, model.whole, local, source, mesh, progress)
-        return FusedEngine(plan, local, leaves, mesh)
+        with memory_of(plan):
+            leaves = load_stacked(plan, model.whole, local, source, mesh, progress)
+            return FusedEngine(plan, local, leaves, mesh)
     models = [model.slice(i) for i in range(len(devices))]
-    leaves = [
-        load_device(plan, model.whole, local, source, i, devices[i], progress)
-        for i, local in enumerate(models)
-    ]
-    on_host = places(devices)[0]
+    leaves = []
+    on_host = host_place(devices, plan.options.kv_pinned)
+    for i, local in enumerate(models):
+        with memory_of(plan, i):
+            own = load_device(plan, model.whole, local, source, i, devices[i], progress)
+            leaves.append(own)
 
     def planned(device: int, layer: int, first: int) -> Place:
         return "device" if plan.resident(device, layer, first) else on_host

@@ -18,7 +18,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxllm.cache.attention import Ring, attend_ring, empty_ring
-from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
+from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import (
     Top,
     begin_attention,
@@ -158,6 +158,7 @@ class FusedEngine(Engine):
     def __init__(self, plan: Plan, model: LocalModel, leaves: Leaves, where: Device | JaxMesh):
         self.plan, self.model, self.leaves = plan, model, leaves
         self.mesh = where if isinstance(where, JaxMesh) else None
+        self.where = where
         self.rings = empty_rings(plan, model, where)
         self.row_axis = 0 if self.mesh is None else 1
         self.written = np.zeros(plan.options.slots, np.int64)
@@ -168,6 +169,11 @@ class FusedEngine(Engine):
             if layer.window is not None
         }
 
+    def recover(self) -> None:
+        if any(part.is_deleted() for ring in self.rings for part in ring):  # donated, then failed
+            self.rings = empty_rings(self.plan, self.model, self.where)
+
+    @frees_on_failure
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Array:
         ends = np.where(starts < 0, 0, starts + tokens.shape[1])
         own = slice(row, row + len(tokens))
@@ -185,6 +191,7 @@ class FusedEngine(Engine):
     def weights(self) -> list[Array]:
         return jax.tree.leaves((self.leaves.layers, self.leaves.ends))
 
+    @frees_on_failure
     def logits(self, hidden: Array, at: np.ndarray, top: int) -> Logits:
         out = _head(
             self.leaves.ends,

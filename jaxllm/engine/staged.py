@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxllm.cache.attention import Ring, empty_ring, join_page, split_page
 from jaxllm.cache.store import PageStore, group_sizes
-from jaxllm.engine.base import Engine, Logits, merge_logits, merge_top
+from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import pack_step
 from jaxllm.engine.rows import LayerRow, join_heads, of_ring, put_row, take_row
 from jaxllm.engine.stages import Queries, StageIn, attend, cut, embed, head, layer_of, stage
@@ -30,6 +30,7 @@ from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, exchange, ring_positions
 from sharding.links import Place
+from sharding.memory import memory_of
 
 
 class StagedEngine(Engine):
@@ -59,6 +60,8 @@ class StagedEngine(Engine):
             PageStore(d, len(plan.layers), options.group_pages, options.prefetch, partial(place, i))
             for i, d in enumerate(devices)
         ]
+        for store in self.stores:
+            store.peers = self.stores
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
         self.trimmed: dict[tuple[int, int], int] = {}  # first position kept, by row and window
         self.window_layers: dict[int, list[tuple[int, int]]] = {}  # (device, layer) by window
@@ -72,13 +75,22 @@ class StagedEngine(Engine):
         options, model = self.plan.options, self.models[device]
         to = SingleDeviceSharding(self.devices[device])
         rings = {}
-        for i, layer in enumerate(self.plan.layers):
-            if device in layer.attn_devices:
-                cfg = model.cfg.layers[i]
-                capacity = ring_positions("staged", options, cfg.window)
-                rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
+        with memory_of(self.plan, device):
+            for i, layer in enumerate(self.plan.layers):
+                if device in layer.attn_devices:
+                    cfg = model.cfg.layers[i]
+                    capacity = ring_positions("staged", options, cfg.window)
+                    rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
         return rings
 
+    def recover(self) -> None:
+        for store in self.stores:
+            store.give_up()
+        for device, rings in enumerate(self.rings):
+            if any(part.is_deleted() for ring in rings.values() for part in ring):
+                self.rings[device] = self._empty_rings(device)  # donated to what failed
+
+    @frees_on_failure
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> dict[int, Array]:
         rows = len(tokens)
         packed = pack_step(tokens, row, starts, self.floor[row : row + rows])
@@ -88,15 +100,18 @@ class StagedEngine(Engine):
     def weights(self) -> list[Array]:
         return jax.tree.leaves([(own.layers, own.ends) for own in self.leaves])
 
+    @frees_on_failure
     def logits(self, hidden: dict[int, Array], at: np.ndarray, top: int) -> Logits:
         outs, at = [], at.astype(np.int32)
         for i, (start, stop) in enumerate(self.plan.vocab):
             if stop > start:
+                self.at_work = i
                 leaves, ends = self.leaves[i], self.models[i].ends
                 outs.append(head(leaves.ends, leaves.vocab, hidden[i], at, ends=ends, top=top))
         parts = jax.device_get(outs)
         return merge_top(parts, top) if top else merge_logits(parts)
 
+    @frees_on_failure
     def settle(self, row: int, ends: np.ndarray) -> None:
         for n, end in enumerate(ends.tolist()):
             first = int(self.floor[row + n])
@@ -245,8 +260,7 @@ class _Forward:
         self._begin(0, ("enter",))
         for index, layer in enumerate(plan.layers):
             targets = holders if index == last else plan.layers[index + 1].devices
-            for device in layer.attn_devices:
-                self._attend(device, index)
+            self._attend(layer.attn_devices, index)
             if len(layer.devices) == 1:
                 self._alone(layer.devices[0], index, tuple(targets))
                 continue
@@ -306,6 +320,7 @@ class _Forward:
         self, device: int, pieces: tuple[str, ...], here: int | None, there: int | None = None
     ) -> None:
         engine = self.engine
+        engine.at_work = device
         layers, rings = engine.leaves[device].layers, engine.rings[device]
         out = "out" in pieces
         given = StageIn(
@@ -334,11 +349,26 @@ class _Forward:
         if result.ring is not None and there is not None:
             rings[there] = result.ring
 
-    def _attend(self, device: int, index: int) -> None:
-        engine = self.engine
-        store, here = engine.stores[device], engine.layers[device][index]
+    def _attend(self, devices: tuple[int, ...], index: int) -> None:
+        """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so
+        none of their links rests until another's groups have come."""
+        stores = self.engine.stores
+        visits = {d: stores[d].visit(index, self.row, self.rows) for d in devices}
+        while visits:
+            turn = [d for d in visits if len(visits) == 1 or not stores[d].waits()]
+            if not turn:
+                stores[devices[0]].pause()
+            for device in turn:
+                group = next(visits[device], None)
+                if group is None:
+                    del visits[device]
+                else:
+                    self._fold(device, index, *group)
+
+    def _fold(self, device: int, index: int, pages: tuple[Array, ...], table: Array) -> None:
+        self.engine.at_work = device
+        here = self.engine.layers[device][index]
         q, carry = self.queries[device]
-        for pages, table in store.visit(index, self.row, self.rows):
-            carry, result = attend(carry, q, pages, table, self.packed[device], here=here)
-            store.done(result)
+        carry, result = attend(carry, q, pages, table, self.packed[device], here=here)
+        self.engine.stores[device].done(result)
         self.queries[device] = Queries(q, carry)

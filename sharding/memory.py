@@ -1,0 +1,71 @@
+"""Allocations that fail: the backend's error as a `DoesNotFit`, and pinned memory that has run out.
+
+A plan is checked before anything is allocated; here is what happens where it could not know: other
+processes, fragmentation, devices that tell no free bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sharding.errors import DoesNotFit
+
+if TYPE_CHECKING:
+    from sharding.plan import Plan
+
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+PINNED_DEFAULT = 64 << 30  # bytes, where that variable is not set
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether an exception is the backend's word for memory that it could not get."""
+    # `jax.errors.JaxRuntimeError` has a message and no code.
+    return isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
+
+
+@contextmanager
+def memory_of(plan: Plan, device: int | Callable[[], int | None] | None = None) -> Iterator[None]:
+    """Turn a failed allocation within into `DoesNotFit` of a device, which may be told when it has
+    failed; of None: of the device that the backend names, or else that with the least free."""
+    refused = None
+    try:
+        yield
+    except RuntimeError as error:
+        if not exhausted(error):
+            raise
+        found = device() if callable(device) else device
+        refused = _does_not_fit(plan, _device_of(plan, str(error)) if found is None else found)
+    if refused is not None:
+        raise refused
+
+
+def free_frames() -> None:
+    """Free what only the frames of a failure held. To be called when no one refers to its exception
+    any more: frames and exceptions refer to each other, so arrays in them would live on."""
+    gc.collect()
+
+
+def _does_not_fit(plan: Plan, device: int) -> DoesNotFit:
+    info = plan.mesh.devices[device]
+    return DoesNotFit(info.label, plan.needed_bytes(device), info.free, failed=True)
+
+
+def _device_of(plan: Plan, message: str) -> int:
+    used = plan.used_devices
+    devices = plan.mesh.jax_devices or ()
+    named = re.search(r"device ordinal (\d+)", message)
+    for i in used if named and devices else ():
+        if devices[i].platform != "cpu" and devices[i].local_hardware_id == int(named[1]):  # type: ignore[index]
+            return i
+    return min(used, key=lambda i: _free(devices[i]) if devices else 0.0)
+
+
+def _free(device: Any) -> float:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats or "bytes_in_use" not in stats:
+        return float("inf")
+    return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -1,0 +1,224 @@
+"""Memory that runs out: told before anything is allocated, or freed and told in one sentence."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxllm.cache.store as store_module
+import jaxllm.models.weights as weights_module
+from jaxllm import LLM
+from jaxllm.engine import fused, staged
+from jaxllm.engine.build import plan_model
+from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.sources import RandomSource
+from jaxllm.planning import options_from
+from jaxllm.testing import random_llm
+from scenarios.runs import config
+from sharding import DeviceInfo, DoesNotFit, Mesh, PlanError, PlanOptions, make_plan
+from support import assert_same_bytes, planned_bytes, random_ids, run
+
+pytestmark = pytest.mark.xdist_group("memory")
+CFG = config(8, 4)
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes."
+ENGINES: dict[str, dict[str, Any]] = {
+    "fused": dict(devices=1),
+    "padded": dict(devices=2, split_mode="tensor", engine="fused"),
+    "staged": dict(devices=2, split_mode="tensor", kv="host"),
+    "layers": dict(devices=2, split_mode="layer"),
+}
+
+
+def _fail() -> None:
+    raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY)
+
+
+def _failing_after(count: int, device: Any, put: Callable) -> Callable:
+    """`put` that has room for so many arrays on a device."""
+    left, lock = [count], threading.Lock()
+
+    def limited(x: Any, to: Any, *more: Any, **kw: Any) -> Any:
+        if to.device_set == {device}:
+            with lock:
+                left[0] -= 1
+                if left[0] < 0:
+                    _fail()
+        return put(x, to, *more, **kw)
+
+    return limited
+
+
+def _live() -> int:
+    gc.collect()
+    return len(jax.live_arrays())
+
+
+@pytest.mark.parametrize("count", [0, 3, 6])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_loading_runs_out(engine: str, count: int, monkeypatch: pytest.MonkeyPatch):
+    cut = ENGINES[engine]
+    last = jax.devices()[cut["devices"] - 1]
+    random_llm(CFG, **cut)  # whatever stays once a first model has been made
+    before = _live()
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_module.jax, "device_put", _failing_after(count, last, jax.device_put))
+        with pytest.raises(DoesNotFit) as error:
+            random_llm(CFG, **cut)
+        assert len(jax.live_arrays()) == before, "the error still holds arrays"
+        found = error.value
+    assert found.__context__ is None and found.failed
+    if engine != "padded":  # one call makes arrays of all devices: which failed is not told
+        assert found.device == f"cpu:{last.id}"
+        planned = random_llm(CFG, **cut).plan.needed_bytes(cut["devices"] - 1)
+        assert found.needed == planned and found.free is None
+    message = str(found)
+    assert "ran out of memory" in message and "None" not in message and "\n" not in message
+    again = pickle.loads(pickle.dumps(found))
+    assert (str(again), again.failed) == (message, True)
+    smaller = random_llm(CFG, **cut, ctx=64)
+    assert np.isfinite(smaller.logits(random_ids(20, CFG.vocab))).all()
+
+
+def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch):
+    def fails(*args: Any) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(weights_module.jax, "device_put", fails)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        random_llm(CFG, devices=1)
+
+
+@pytest.mark.parametrize("engine", ["fused", "padded", "staged"])
+def test_a_step_runs_out(engine: str, monkeypatch: pytest.MonkeyPatch):
+    """The same model goes on with the next prompt, to the same bytes."""
+    cut = ENGINES[engine]
+    llm = random_llm(CFG, **cut)
+    ids, forced = random_ids(40, CFG.vocab), [1, 2, 3]
+    expected = run(llm, ids, forced)
+    before = _live()
+    module, name = (staged, "attend") if engine == "staged" else (fused, "_forward")
+    right, calls = getattr(module, name), []
+
+    def fails_later(*args: Any, **kw: Any) -> Any:
+        calls.append(name)
+        if len(calls) < 2:
+            return right(*args, **kw)
+        right(*args, **kw)  # what was donated is gone
+        return _fail()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, fails_later)
+        with pytest.raises(DoesNotFit, match="ran out of memory") as error:
+            llm.generate([ids])
+        assert error.value.device in ("cpu:0", "cpu:1")
+        assert len(jax.live_arrays()) <= before
+    assert_same_bytes(run(llm, ids, forced).logits, expected.logits)
+
+
+def _planned(mesh: Mesh, **arguments: Any) -> Any:
+    arguments = dict(split_mode="tensor", dtype="float32", ctx=128, page=16, ubatch=32) | arguments
+    options, dtype = options_from(mesh=mesh, **arguments)
+    return plan_model(PreNormBlock, CFG, mesh, options, dtype)
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_told_before_anything_is_allocated(kv: str, monkeypatch: pytest.MonkeyPatch):
+    """Device 1 alone is too small; a shorter context has room there."""
+    devices = tuple(jax.devices()[:2])
+
+    def mesh(*free: int) -> Mesh:
+        return Mesh(tuple(DeviceInfo(f"gpu:{i}", free=n) for i, n in enumerate(free)), devices)
+
+    need = [_planned(mesh(1 << 40, 1 << 40), kv=kv).plan.needed_bytes(i) for i in (0, 1)]
+    tight = mesh(need[0], need[1] - 1)
+    model, before = _planned(tight, kv=kv), _live()
+
+    def touched(*args: Any) -> None:
+        raise AssertionError("a value was asked for")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RandomSource, "fill", touched)
+        with pytest.raises(DoesNotFit) as error:
+            LLM(model, RandomSource(model.whole.cfg), None)
+    found = error.value
+    assert (found.device, found.needed, found.free) == ("gpu:1", need[1], need[1] - 1)
+    assert not found.failed and _live() == before
+    smaller = _planned(tight, kv=kv, ubatch=16)
+    llm = LLM(smaller, RandomSource(smaller.whole.cfg), None)
+    assert np.isfinite(llm.logits(random_ids(20, CFG.vocab))).all()
+
+
+def test_pinned_memory_runs_out(monkeypatch: pytest.MonkeyPatch):
+    """Pages go to pageable memory, which is told once; results and bytes sent stay the same."""
+    cut = dict(devices=2, split_mode="tensor", kv="host", group_pages=2)
+    ids, forced = random_ids(100, CFG.vocab), [1, 2, 3]
+    expected = run(random_llm(CFG, **cut), ids, forced)
+    right, pinned = store_module.host_array, []
+
+    def limited(values: Any, place: str, device: Any) -> Any:
+        if place == "pinned":
+            pinned.append(device)
+            if len(pinned) > 5:
+                _fail()
+        return right(values, place, device)
+
+    monkeypatch.setattr(store_module, "host_array", limited)
+    llm = random_llm(CFG, **cut)
+    stores = llm.engine.stores
+    with pytest.warns(UserWarning, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB") as told:
+        found = run(llm, ids, forced)
+    assert len(told) == 1
+    assert [len(store.notes) for store in stores] in ([1, 0], [0, 1])
+    assert_same_bytes(found.logits, expected.logits)
+    np.testing.assert_array_equal(found.sent, planned_bytes(llm, 100, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(llm, ids, forced)
+
+
+@pytest.mark.parametrize("pinned", [None, True, False])
+def test_pinned_memory_is_a_choice(pinned: bool | None):
+    cut = dict(devices=2, split_mode="tensor", kv="host", kv_pinned=pinned)
+    llm = random_llm(CFG, **cut)
+    held: dict[str, int] = dict.fromkeys(("pinned", "pageable"), 0)
+    for position in range(48):
+        llm.engine.forward(np.asarray([[1]], np.int32), 0, np.asarray([position]))
+        llm.engine.settle(0, np.asarray([position + 1]))
+    for store in llm.engine.stores:
+        held = {place: n + store.held_bytes()[place] for place, n in held.items()}  # type: ignore[index]
+    chosen, other = ("pageable", "pinned") if pinned is False else ("pinned", "pageable")
+    assert held[chosen] > 0 and held[other] == 0
+
+
+def test_pinned_memory_that_cannot_be():
+    with pytest.raises(PlanError, match="--kv-pinned is 1"):
+        PlanOptions(kv="host", kv_pinned=1)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="--kv-pinned .* --no-kv-offload/-nkvo"):
+        PlanOptions(kv="device", kv_pinned=True)
+    import sharding.links as links
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "places", lambda devices: ("pageable",))
+        with pytest.raises(PlanError, match="--kv-pinned needs"):
+            random_llm(CFG, devices=1, kv="host", kv_pinned=True)
+
+
+def test_a_plan_names_the_limit_of_pinned_memory():
+    mesh = Mesh.virtual(2, platform="gpu")
+    shape = CFG.shape()
+
+    def notes(**options: Any) -> list[str]:
+        fields = dict(kv="host", split_mode="tensor", page=256, ctx=1 << 25) | options
+        plan = make_plan(shape, mesh, PlanOptions(**fields))
+        return [n for n in plan.notes if "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in n]
+
+    assert len(notes()) == 1
+    assert notes(kv_pinned=False) == notes(ctx=1 << 12) == notes(kv="device") == []
