@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,23 @@ def test_rates_of_a_random_model(cli: Cli):
     assert limit["tokens_per_second"] == pytest.approx(10e9 / (4 * parameters))
     decode = found["rates"]["jaxllm"]["decode"]["median"]
     assert limit["share"] == pytest.approx(decode / limit["tokens_per_second"])
+
+
+def test_nothing_is_reused(cli: Cli, small: str, monkeypatch: pytest.MonkeyPatch):
+    """Every repetition computes its whole prompt."""
+    from jaxllm import LLM
+
+    cached, generate = [], LLM.generate
+
+    def heard(self: LLM, *args: Any) -> Any:
+        done = generate(self, *args)
+        cached.extend(c.cached_tokens for c in done)
+        return done
+
+    monkeypatch.setattr(LLM, "generate", heard)
+    code, _, err = cli("bench", "-m", small, "-r", "2", *TINY)
+    assert code == 0, err
+    assert len(cached) == 6 and not any(cached)
 
 
 def test_the_table(cli: Cli, small: str):

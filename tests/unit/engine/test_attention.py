@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 import naive
 from jaxllm.cache.attention import (
     Carry,
+    Ring,
     attend_block,
     finish,
     queries_first,
     start_carry,
     visible_positions,
+    write_ring,
 )
 from jaxllm.models.config import LayerConfig
 from support import layer_config, nmse
@@ -90,3 +92,19 @@ def test_masked_block_leaves_the_carry():
     cfg = layer_config(HEADS, GROUP, DIM, scale=0.5)
     plain = _fold(cfg, [(0, 256), (256, 300)])
     assert plain.tobytes() == _fold(cfg, [(0, 256), (256, 300)], masked=1).tobytes()
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_row_that_takes_no_part_is_not_written(rows: int):
+    """A negative start, beside a row at the last position and one past it, which is the first."""
+    cfg = layer_config(2, 1, 4)
+    ring = Ring(*(jnp.full((rows, 2, 8, 4), 7.0) for _ in range(2)))
+    starts = jnp.asarray([-1, 7, 8][:rows])
+    new = jnp.arange(rows * 8.0).reshape(rows, 1, 2, 4)
+    found = write_ring(cfg, ring, new, new, jnp.int32(0), starts)
+    expected = np.full((rows, 2, 8, 4), 7.0, np.float32)
+    for row, start in enumerate(starts.tolist()):
+        if start >= 0:
+            expected[row, :, start % 8] = new[row, 0]
+    for side in found:
+        np.testing.assert_array_equal(side, expected)
