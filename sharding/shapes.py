@@ -19,7 +19,9 @@ class LayerShape:
     that does not own its cache reads that of the last earlier layer of its kind that does.
     `cache_context` says whose cache it is: the main model's or a draft's (a draft head or model
     planned along), which residency budgets keep apart.
-    `kv_heads` is 0 for a layer without attention, `mlp` is 0 for one without an MLP.
+    `kv_heads` is 0 for a layer without attention, `mlp` is 0 for one without an MLP. `experts` is
+    how many MLPs of `mlp` columns a mixture has, of which a token goes through `experts_used`; 0
+    for a dense layer.
     """
 
     kv_heads: int
@@ -33,9 +35,11 @@ class LayerShape:
     gated_q: bool = False
     o_block: int = 1
     cache_context: Literal["main", "draft"] = "main"
+    experts: int = 0
+    experts_used: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("kv_heads", "mlp"):
+        for name in ("kv_heads", "mlp", "experts", "experts_used"):
             _at_least(self, name, 0)
         for name in ("q_per_kv", "k_dim", "v_dim", "mlp_block", "o_block"):
             _at_least(self, name, 1)

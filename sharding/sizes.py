@@ -14,13 +14,14 @@ from sharding.rings import (
     resident_pages,
     ring_positions,
 )
-from sharding.shapes import TensorShape
+from sharding.shapes import LayerShape, TensorShape
 from sharding.splits import Ranges
 
 if TYPE_CHECKING:
     from sharding.plan import Plan
 
 LOGIT_ROWS = 64  # places of a prompt whose logits are made at once
+EXPERT_ROWS = 32  # tokens that an expert multiplies at a time
 
 
 def weight_bytes(plan: Plan, device: int) -> int:
@@ -81,29 +82,72 @@ def link_bytes(plan: Plan, device: int, position: int) -> int:
 
 
 def compute_bytes(plan: Plan, device: int) -> int:
-    """Of what a step makes while it runs, at most: by the arrays that live together in its widest
-    part, the attention or the MLP of one layer or the logits."""
+    """Of what a step makes while it runs, at most: what it hands on, and the arrays that live
+    together in its widest part.
+
+    Counted are, for the longest chunk or the whole batch: residuals and partials; queries and
+    carries that a layer's programs hand on; projections and layouts of queries, keys and values;
+    scores of a block, before and after the exponential; gate, up and their product; a mixture's
+    rows by expert and the expert that is multiplied; logits. Not counted are weights that a
+    backend converts (XLA:CPU makes float32 of 16-bit ones) and rings that it copies.
+    """
     if device not in plan.used_devices:
         return 0
     options = plan.options
     tokens = max(options.ubatch, options.slots)
-    # Blocks in which a chunk folds its context (`jaxllm.cache.attention.ring_step`).
-    block = options.page if plan.engine == "staged" else max(128, min(tokens, 512))
-    # The residual, its norm, and the partials of up to three devices.
-    partials = min(3, len(plan.used_devices))
-    residual = (2 + partials) * tokens * plan.model.embed * options.itemsize
+    residual = tokens * plan.model.embed * options.itemsize
     start, stop = plan.vocab[device]
-    largest = max(options.slots, LOGIT_ROWS) * (stop - start) * 4
-    for shape, layer in zip(plan.model.layers, plan.layers, strict=True):
-        groups, columns = _count(plan, layer.groups, device), _count(plan, layer.mlp, device)
-        heads = groups * (shape.q_per_kv // layer.replication)
-        # Queries in three layouts, keys and values; three float32 carries; float32 scores of a
-        # block, before and after the exponential.
-        narrow = 3 * heads * shape.k_dim + groups * (shape.k_dim + shape.v_dim)
-        wide = heads * (3 * (shape.v_dim + 2) + 2 * block)
-        attention = tokens * (narrow * options.itemsize + wide * 4)
-        largest = max(largest, attention, 3 * tokens * columns * options.itemsize)
-    return residual + largest
+    logit = 4 if options.itemsize == 4 else 4 + options.itemsize  # made in the compute type
+    largest = max(options.slots, LOGIT_ROWS) * (stop - start) * logit
+    for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
+        handed_on, attention = _attention(plan, index, device, tokens)
+        columns = _count(plan, layer.mlp, device)
+        mlp = _mlp(plan, shape, columns, tokens)
+        if plan.engine == "staged" and len(layer.devices) == 1:
+            mlp += 2 * handed_on  # one program, from this layer's queries to the next one's
+        if plan.engine == "fused" and shape.experts:
+            mlp += attention  # one program, in which the loops over blocks and experts overlap
+        largest = max(largest, attention, mlp)
+    return _residuals(plan) * residual + largest
+
+
+def _residuals(plan: Plan) -> int:
+    """Arrays of the residual's size: before and after, the norm and the partial made of it; where
+    devices exchange by copies also the partials of up to three of them."""
+    exchange = plan.engine == "staged" and plan.options.split_mode == "tensor"
+    return 4 + (min(3, len(plan.used_devices)) if exchange else 0)
+
+
+def _attention(plan: Plan, index: int, device: int, tokens: int) -> tuple[int, int]:
+    """Of a layer's attention: what programs hand on, queries and carry, and all that lives."""
+    shape, layer, options = plan.model.layers[index], plan.layers[index], plan.options
+    groups = _count(plan, layer.groups, device)
+    heads = groups * (shape.q_per_kv // layer.replication)
+    queries = tokens * heads * shape.k_dim * options.itemsize
+    keys_values = tokens * groups * (shape.k_dim + shape.v_dim) * options.itemsize
+    carry = tokens * heads * (shape.v_dim + 2) * 4
+    handed_on = queries + carry
+    if plan.engine == "staged":
+        scores = 2 * tokens * heads * options.page * 4
+        before = 4 * queries + 2 * keys_values + carry
+        return handed_on, max(before, 2 * queries + 4 * carry + scores)
+    # A chunk folds its context in blocks of its own size (`jaxllm.cache.attention.ring_step`).
+    scores = 2 * tokens * heads * max(128, min(tokens, 512)) * 4
+    tiles = 2 * carry if tokens > 128 else 0  # those of a chunk's own keys, and put together
+    return handed_on, 3 * queries + 2 * keys_values + 3 * carry + tiles + scores
+
+
+def _mlp(plan: Plan, shape: LayerShape, columns: int, tokens: int) -> int:
+    """Of a layer's MLP over so many columns."""
+    embed, itemsize = plan.model.embed, plan.options.itemsize
+    if not shape.experts:
+        return 3 * tokens * columns * itemsize
+    rows, block = tokens * shape.experts_used, min(EXPERT_ROWS, tokens)
+    # Rows in the order of experts and back, in and out; then weighted, in float32.
+    moved = (2 * (rows + block) + rows) * embed * itemsize + rows * embed * 4
+    routing = 3 * tokens * shape.experts * 4 + 8 * rows * 4
+    one = 3 * columns * (embed + block) * itemsize
+    return moved + routing + one
 
 
 def _kept(plan: Plan, layer: int, device: int) -> int:

@@ -92,6 +92,8 @@ class ModelConfig:
                     mlp=layer.mlp,
                     mlp_block=mlp_block,
                     window=layer.window,
+                    experts=layer.experts,
+                    experts_used=layer.experts_used,
                 )
                 for layer in self.layers
             ),

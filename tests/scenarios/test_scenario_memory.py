@@ -116,10 +116,12 @@ def test_a_step_runs_out(engine: str, monkeypatch: pytest.MonkeyPatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, fails_later)
-        with pytest.raises(DoesNotFit, match="ran out of memory") as error:
+        try:
             llm.generate([ids])
-        assert error.value.device in ("cpu:0", "cpu:1")
-        assert len(jax.live_arrays()) <= before
+            raise AssertionError("no error")
+        except DoesNotFit as error:  # callers' frames hold hidden states as long as it lives
+            assert error.failed and error.device in ("cpu:0", "cpu:1")
+        assert _live() <= before
     assert_same_bytes(run(llm, ids, forced).logits, expected.logits)
 
 

@@ -214,7 +214,7 @@ def test_options_reach_the_plan_under_their_names():
         "generate x -sm tensor -ts 3,1 -as 2,1 -nkvo -ctk q8_0 -ctv bf16 --no-kv-rotate -c 99"
         " -np 3 -ub 64 --dtype float16 --engine staged --rounding llama.cpp --dither --kv-replicate"
         " --page 32 --group-pages 5 --prefetch 6 --devices 2 -kvgl 4 --kv-device-bytes auto"
-        " --link-gbps 24.2,3.3"
+        " --link-gbps 24.2,3.3 --no-kv-pinned"
     )
     args = make_parser().parse_args(line.split())
     assert args.devices == 2
@@ -227,6 +227,7 @@ def test_options_reach_the_plan_under_their_names():
         "cache_type_v": "bf16",
         "kv_gpu_layers": 4,
         "kv_device_bytes": "auto",
+        "kv_pinned": False,
         "link_gbps": "24.2,3.3",
         "kv_rotate": False,
         "ctx": 99,
