@@ -1,9 +1,9 @@
 """Copies under computation: a decode step takes as long as the slower of the two, not their sum.
 
 Links are simulated, at rates that follow from what this machine computes. What is compared are
-medians of steps with and without links in turn, so that a busy moment meets both; rounds of them may
-be spoilt, but not six. One of the two takes far longer, so that other work on the machine matters
-little.
+medians of steps with and without links in turn, so that a busy moment meets both; rounds of them
+may be spoilt, but not six. One of the two takes far longer, so that other work on the machine
+matters little.
 """
 
 from __future__ import annotations
