@@ -284,6 +284,12 @@ class LLM:
             )
         try:
             yield
+        except KeyboardInterrupt:  # it may come between a step and the keeping of its result
+            if self.engine.recover():
+                for row in range(self.plan.options.slots):
+                    self._rows.forget(row)
+                    self.engine.release(row)
+            raise
         finally:
             self._idle.release()
 

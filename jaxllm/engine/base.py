@@ -85,8 +85,10 @@ class Engine(ABC):
         """Bytes sent from host memory to each device so far."""
         return []
 
-    def recover(self) -> None:  # noqa: B027 (nothing to do is fine)
-        """After a step that failed: give up what it has begun. Rows are to be released."""
+    def recover(self) -> bool:
+        """After a step that failed or was interrupted: give up what it has begun. Its rows are to
+        be released; all of them, if the answer is that their cache was lost with it."""
+        return False
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

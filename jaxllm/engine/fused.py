@@ -169,9 +169,11 @@ class FusedEngine(Engine):
             if layer.window is not None
         }
 
-    def recover(self) -> None:
-        if any(part.is_deleted() for ring in self.rings for part in ring):  # donated, then failed
+    def recover(self) -> bool:
+        lost = any(part.is_deleted() for ring in self.rings for part in ring)
+        if lost:  # donated to what failed
             self.rings = empty_rings(self.plan, self.model, self.where)
+        return lost
 
     @frees_on_failure
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.engine.base import Logits
 from jaxllm.engine.local import Top
-from jaxllm.errors import OptionError
+from jaxllm.errors import ModelError, OptionError
 
 TOPS = (1, 64)  # numbers of largest logits that programs exist for; 0 asks for all
 
@@ -130,6 +130,8 @@ class Sampler:
             whole = logits[row].astype(np.float64)
             lse = float(np.logaddexp.reduce(whole)) if self.params.logprobs is not None else 0.0
             values, ids = _sorted(self._penalise(whole), self._enough())
+        if not np.isfinite(values[:1]).all():
+            raise ModelError("the model's logits are not numbers; its file may be damaged")
         token = int(ids[self._draw(values)])
         self.history.append(token)
         return token, self._logprob(logits, row, token, lse)

@@ -83,12 +83,15 @@ class StagedEngine(Engine):
                     rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
         return rings
 
-    def recover(self) -> None:
+    def recover(self) -> bool:
         for store in self.stores:
             store.give_up()
+        lost = False
         for device, rings in enumerate(self.rings):
             if any(part.is_deleted() for ring in rings.values() for part in ring):
                 self.rings[device] = self._empty_rings(device)  # donated to what failed
+                lost = True
+        return lost
 
     @frees_on_failure
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> dict[int, Array]:

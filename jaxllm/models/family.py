@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, Literal
 
 from jaxllm.errors import ModelError
@@ -24,11 +24,22 @@ class Family:
     configure: Callable[[Metadata, Tensors], ModelConfig]
 
 
+def _positive(meta: Metadata, key: str, value: Any) -> float:
+    """A number that a rotation or a norm can be made with."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0.0 < number < inf:
+        raise ModelError(f"{meta.architecture}.{key} is {value!r}; it must be a positive number")
+    return number
+
+
 def read_rope(
     meta: Metadata, k_dim: int, pairs: Literal["neighbours", "halves"], tensors: Tensors
 ) -> Rope:
     """The rope of layers without a window. Linear scaling is read; other kinds are refused."""
-    kind = meta.get("rope.scaling.type", "none")
+    kind = meta.get("rope.scaling.type", "linear")  # llama.cpp's default
     if kind not in ("none", "linear", ""):
         raise ModelError(
             f"rope.scaling.type {kind!r} of {meta.architecture} is not supported; "
@@ -37,7 +48,7 @@ def read_rope(
     old_scale = meta.get("rope.scale_linear", 1.0)
     scale = meta.get("rope.scaling.factor", old_scale) if kind == "linear" else 1.0
     return Rope(
-        theta=float(meta.get("rope.freq_base", 10000.0)),
+        theta=_positive(meta, "rope.freq_base", meta.get("rope.freq_base", 10000.0)),
         dim=int(meta.get("rope.dimension_count", k_dim)),
         pairs=pairs,
         scale=float(scale) or 1.0,
@@ -78,7 +89,10 @@ def read_layer(
     heads = meta.per_layer("attention.head_count", count)
     kv_heads = meta.per_layer("attention.head_count_kv", count, heads)
     columns = meta.per_layer("feed_forward_length", count)
-    eps = meta.require("attention.layer_norm_rms_epsilon", float)
+    key = "attention.layer_norm_rms_epsilon"
+    eps = _positive(meta, key, meta.require(key, float))
+    if count < 1:
+        raise ModelError(f"{meta.architecture}.block_count is {count}; it must be at least 1")
     layers = []
     for i, (n, k, f) in enumerate(zip(heads, kv_heads, columns, strict=True)):
         if min(n, k, f) <= 0 or n % k:

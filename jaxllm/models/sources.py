@@ -23,6 +23,8 @@ from jaxllm.gguf.reader import GGUFFile
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.weights import Slot
 
+IGNORED = ".attn_rot_embd.weight"  # of old files; computed instead
+
 
 def _flat(index: slice, unit: int) -> slice:
     return slice(index.start * unit, index.stop * unit)
@@ -123,7 +125,7 @@ class GGUFSource(TensorSource):
 
     def check(self, slots: list[Slot]) -> None:
         """Raise one `ModelError` for all tensors that are missing, of a wrong shape or of a type
-        that cannot be read."""
+        that cannot be read; or for those that the file has and the model does not use."""
         problems = []
         for slot in slots:
             for name, want in zip(slot.source, self.shapes(slot), strict=True):
@@ -139,6 +141,14 @@ class GGUFSource(TensorSource):
             raise ModelError(
                 f"{self.file.path.name} does not hold the tensors of {self.cfg.architecture}: "
                 f"{'; '.join(problems[:4])}{more}"
+            )
+        used = {name for slot in slots for name in slot.source}
+        unused = [n for n in self.file.tensors if n not in used and not n.endswith(IGNORED)]
+        if unused:
+            more = f" and {len(unused) - 4} more" if len(unused) > 4 else ""
+            raise ModelError(
+                f"{self.file.path.name} has tensors that {self.cfg.architecture} does not use here:"
+                f" {', '.join(unused[:4])}{more}; its results would be wrong without them"
             )
 
     def copy(

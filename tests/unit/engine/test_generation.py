@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, OptionError, PromptError, SamplingParams
+from jaxllm.engine import fused, staged
 from jaxllm.engine.generate import Request
 from jaxllm.engine.staged import StagedEngine
 from support import assert_close, make_llm, random_ids, small_model, with_layers
@@ -401,3 +402,23 @@ def test_logits_of_lists(kind: str):
         np.testing.assert_array_equal(logits, llm.logits(tuple(prompt)))
         assert_close(logits, _llm("fused").logits(prompt))
     assert_empty(llm)
+
+
+def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pytest.MonkeyPatch):
+    """It comes when the rings are given away and their successors are not yet kept."""
+    for kind, module, name in (("fused", fused, "_forward"), ("host", staged, "stage")):
+        llm = _llm(kind)
+        expected = llm.generate([random_ids(20)], greedy(5))[0].token_ids
+        right, calls = getattr(module, name), iter(range(100))
+
+        def interrupted(*args: Any, right: Any = right, calls: Any = calls, **kw: Any) -> Any:
+            result = right(*args, **kw)
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([random_ids(20)], greedy(5))
+        assert llm.generate([random_ids(20)], greedy(5))[0].token_ids == expected
