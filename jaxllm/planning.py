@@ -8,7 +8,7 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES
 
 from jaxllm.engine.build import PlannedModel, plan_model
-from jaxllm.errors import OptionError
+from jaxllm.errors import ModelError, OptionError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.gguf.reader import GGUFFile
 from jaxllm.models.block import Block
@@ -104,7 +104,13 @@ def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
 def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
     """The plan of a GGUF file over a mesh, its tensors checked; `arguments` are those of `LLM`."""
     kin = family(file.architecture)
-    cfg = kin.configure(Metadata.of(file), file.tensors)
+    try:
+        cfg = kin.configure(Metadata.of(file), file.tensors)
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise ModelError(
+            f"{file.path.name}: metadata of {file.architecture} cannot be understood ({error}); "
+            "convert the model again"
+        ) from error
     blocks = [
         GGML_QUANT_SIZES[info.type][0]
         for name, info in file.tensors.items()

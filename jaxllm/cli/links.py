@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from typing import Any
 
 from jaxllm.cli.options import add_command
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.prefetch < 0:
         raise OptionError(f"--prefetch is {args.prefetch}; it must be at least 0")
     if args.again:
-        links_file().unlink(missing_ok=True)
+        with suppress(OSError):  # what cannot be removed was not written by this user
+            links_file().unlink(missing_ok=True)
     mesh = open_mesh(args.devices)
     rows = []
     for place in places(mesh.jax_devices or ()):
