@@ -218,9 +218,12 @@ class LLM:
     def forget(self) -> None:
         """Drop what rows keep of finished sequences, and the memory that full pages take."""
         with self._engine_to_itself():
-            for row in self._rows.holding():
-                self._rows.forget(row)
-                self.engine.release(row)
+            self._empty_rows()
+
+    def _empty_rows(self) -> None:
+        for row in self._rows.holding():
+            self._rows.forget(row)
+            self.engine.release(row)
 
     def save_session(self, path: str | PathLike[str]) -> None:
         """Write the sequence that finished last, its tokens and its cache, to a file for
@@ -286,9 +289,7 @@ class LLM:
             yield
         except KeyboardInterrupt:  # it may come between a step and the keeping of its result
             if self.engine.recover():
-                for row in range(self.plan.options.slots):
-                    self._rows.forget(row)
-                    self.engine.release(row)
+                self._empty_rows()
             raise
         finally:
             self._idle.release()

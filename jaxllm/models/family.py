@@ -24,7 +24,7 @@ class Family:
     configure: Callable[[Metadata, Tensors], ModelConfig]
 
 
-def _positive(meta: Metadata, key: str, value: Any) -> float:
+def read_positive(meta: Metadata, key: str, value: Any) -> float:
     """A number that a rotation or a norm can be made with."""
     try:
         number = float(value)
@@ -48,7 +48,7 @@ def read_rope(
     old_scale = meta.get("rope.scale_linear", 1.0)
     scale = meta.get("rope.scaling.factor", old_scale) if kind == "linear" else 1.0
     return Rope(
-        theta=_positive(meta, "rope.freq_base", meta.get("rope.freq_base", 10000.0)),
+        theta=read_positive(meta, "rope.freq_base", meta.get("rope.freq_base", 10000.0)),
         dim=int(meta.get("rope.dimension_count", k_dim)),
         pairs=pairs,
         scale=float(scale) or 1.0,
@@ -90,7 +90,7 @@ def read_layer(
     kv_heads = meta.per_layer("attention.head_count_kv", count, heads)
     columns = meta.per_layer("feed_forward_length", count)
     key = "attention.layer_norm_rms_epsilon"
-    eps = _positive(meta, key, meta.require(key, float))
+    eps = read_positive(meta, key, meta.require(key, float))
     if count < 1:
         raise ModelError(f"{meta.architecture}.block_count is {count}; it must be at least 1")
     layers = []

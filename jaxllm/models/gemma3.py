@@ -8,7 +8,7 @@ from math import sqrt
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import SandwichBlock
-from jaxllm.models.family import Family, Tensors, read_layer, read_model
+from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
 
 LAYERS_OF_27B = 62  # its queries are scaled by the width a head, not by the head dim
 
@@ -18,7 +18,8 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     embed = meta.require("embedding_length", int)
     window = int(meta.get("attention.sliding_window", 0)) or None
     period = int(meta.get("attention.sliding_window_pattern", 6))
-    local_theta = float(meta.get("rope.freq_base_swa", 10000.0))
+    key = "rope.freq_base_swa"
+    local_theta = read_positive(meta, key, meta.get(key, 10000.0))
     layers = read_layer(meta, tensors, pairs="halves", activation="gelu", qk_norm=True)
 
     def adapt(i: int, layer: LayerConfig) -> LayerConfig:
