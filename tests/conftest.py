@@ -18,6 +18,18 @@ from jaxllm.runtime import keep_compiled_programs
 
 keep_compiled_programs()
 MOST_MAPPINGS = 20_000  # of the 65,530 that Linux allows a process by default
+# XLA's older emitters, and one LLVM module a program: half the time of a small program.
+IN_HASTE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile in haste where only quick tests run: those are about plans and structure, and what
+    they take is compilation. Under any other `-m` programs are compiled as users' are. One mode a
+    process: JAX would take a program compiled in one for the other."""
+    if config.option.markexpr == "not slow":
+        jax.config.update("jax_disable_most_optimizations", True)
+        if jax.__version_info__ < (0, 11):  # XLA ends a process that names a flag it lacks
+            os.environ.setdefault("XLA_FLAGS", IN_HASTE)
 
 
 @pytest.fixture(autouse=True)
