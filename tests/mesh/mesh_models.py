@@ -30,6 +30,5 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "wide-values": (PreNormBlock, with_layers(small_model(), v_dim=24)),
     "one-of-8": (PreNormBlock, model_config([layer_config(1, 8, 16, mlp=211)] * 2)),
     "one-of-6": (PreNormBlock, model_config([layer_config(1, 6, 16, mlp=211)] * 2)),
-    "two-of-4": (PreNormBlock, model_config([layer_config(2, 4, 16, mlp=211)] * 2)),
     "three-of-4": (PreNormBlock, model_config([layer_config(3, 4, 16, mlp=211)] * 2)),
 }

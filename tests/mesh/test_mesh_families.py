@@ -93,8 +93,7 @@ def test_factors_on_a_device_without_work():
     _check_fused("llama-factors", _check("llama-factors", **cut), **cut)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("window", [16, 24, 32, 33])
+@pytest.mark.parametrize(("window", "devices"), [(16, 1), (24, 3), (32, 1), (33, 1)])
 def test_link_bytes_of_windows(window: int, devices: int):
     """A page that the window has left is not sent, whatever the steps since it was full."""
     cut = dict(split_mode="tensor", attn_split=CUTS[devices]) if devices > 1 else {}
@@ -120,7 +119,7 @@ def test_layers_on_chosen_devices():
 @pytest.mark.parametrize(
     ("name", "types"),
     [
-        *[("llama", types) for types in ("f16,f16", "bf16,bf16", "f16,f32")],
+        *[("llama", types) for types in ("bf16,bf16", "f16,f32")],
         ("gemma3", "f16,f16"),
     ],
 )
@@ -132,11 +131,10 @@ def test_cache_types(name: str, types: str):
     _check_fused(name, _check(name, 1e-6, options, **cut), options, 1e-6, **cut)
 
 
-@pytest.mark.parametrize("dither", [False, True])
-@pytest.mark.parametrize("rounding", ["nearest", "llama.cpp"])
+@pytest.mark.parametrize(
+    ("rounding", "dither"), [("nearest", False), ("nearest", True), ("llama.cpp", False)]
+)
 def test_roundings(rounding: str, dither: bool):
-    if dither and rounding == "llama.cpp":
-        pytest.skip("dithering has its own rounding")
     cut = dict(devices=2, split_mode="tensor", attn_split=".49,.51", tensor_split="3,2")
     _check("llama", **cut, rounding=rounding, dither=dither)
 
@@ -145,7 +143,6 @@ def test_roundings(rounding: str, dither: bool):
     ("name", "heads", "devices", "replicate"),
     [
         *[("one-of-8", 1, 2, False), ("one-of-8", 1, 4, True)],
-        *[("two-of-4", 2, 4, False), ("two-of-4", 2, 4, True)],
         *[("three-of-4", 3, 4, False), ("three-of-4", 3, 4, True)],
     ],
 )

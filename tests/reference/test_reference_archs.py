@@ -98,6 +98,7 @@ def _cases(everywhere: tuple[str, ...], some: tuple[str, ...], of: tuple[str, ..
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "engine"),
     _cases(
@@ -110,6 +111,7 @@ def test_logits(name: str, engine: str, shared: Path):
     _check(_load(_spec(name), **ENGINES[engine]), _reference(shared, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "engine"), _cases(("host",), ("fused-small",), ("llama", "llama-moe", "gemma3"))
 )
@@ -148,6 +150,7 @@ def test_repeated_heads(name: str, engine: str):
     _check(llm, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fused", "host"])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_file(name: str, engine: str, shared: Path):

@@ -38,6 +38,7 @@ def test_divergence_from_a_float_cache(smollm2_path: Path, shared: Path):
     assert 0 < (np.exp(exact) * (exact - stored)).sum(1).mean() < 4e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotate", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3"])
 def test_q8_0_of_llama_cpp(

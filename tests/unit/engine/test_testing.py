@@ -32,7 +32,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def make(mesh: str) -> LLM:
-    return random_llm(CONFIG, **MESHES[mesh])
+    return random_llm(CONFIG, ubatch=16, **MESHES[mesh])
 
 
 def with_layers(plan: Plan, **changes: Any) -> Plan:
@@ -99,7 +99,9 @@ def test_a_mesh_of_virtual_devices():
 
 
 def test_random_models_are_the_same_under_every_plan():
-    prompt = list(range(40))
+    prompt = list(range(32))
     expected = make("one").logits(prompt)
     for mesh in MESHES:
+        if mesh == "more devices than heads":
+            continue  # as many as in "copied heads", which compiles more
         assert abs(make(mesh).logits(prompt) - expected).max() < 1e-3, mesh
