@@ -9,9 +9,12 @@ import naive
 from mesh_models import MODELS
 from support import assert_close, make_llm, random_ids, run
 
+# The smoke tests of tests/reference have the plain families.
+SMOKE = ("llama-factors", "head-bias", "wide-keys", "one-of-8")
+NAMES = [pytest.param(n, marks=[pytest.mark.smoke] * (n in SMOKE)) for n in MODELS]
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", MODELS)
+
+@pytest.mark.parametrize("name", NAMES)
 def test_one_device(name: str):
     block, model = MODELS[name]
     prompt, forced = random_ids(40), random_ids(20, seed=1)
