@@ -256,8 +256,9 @@ class LLM:
 
         fn(params, cache, tokens [B, T], starts [B]) -> (logits float32 [B, T, V], cache) runs all
         `parallel` rows; B and T of int32 tokens may be any as long as start mod ubatch + T stays
-        within ubatch and start + T within the context; a row's logits are NaN where they do not.
-        The cache given is an empty one of its own. One device, fused engine.
+        within ubatch and start + T within the context; a row's logits are NaN where they do not,
+        and where one of its tokens is outside the vocabulary. The cache given is an empty one of
+        its own. One device, fused engine.
         """
         engine = self.engine
         if not isinstance(engine, FusedEngine) or engine.mesh is not None:

@@ -387,6 +387,16 @@ def test_a_pure_step_out_of_bounds_gives_no_numbers():
         step(params, cache, jnp.ones((2, ubatch + 1), jnp.int32), jnp.zeros(2, jnp.int32))
 
 
+def test_a_pure_step_of_an_unknown_token_gives_no_numbers():
+    llm = _llm("fused")
+    step, params, cache = llm.step_fn()
+    tokens = np.ones((2, 4), np.int32)
+    for bad in (-1, llm.config.vocab, 2**30):
+        tokens[1, 2] = bad
+        logits, _ = step(params, cache, jnp.asarray(tokens), jnp.zeros(2, jnp.int32))
+        assert np.isfinite(logits[0]).all() and np.isnan(logits[1]).all()
+
+
 def test_a_pure_step_needs_one_device():
     with pytest.raises(OptionError, match="step_fn"):
         _llm("host").step_fn()
