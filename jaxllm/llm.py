@@ -52,7 +52,7 @@ class LLM:
         attn_split    a share a device for attention heads and their cache (-as); as tensor_split
         kv            "device", or "host": the cache in host memory, streamed (-nkvo)
         kv_gpu_layers    of a host cache, layers that stay on the devices (-kvgl)
-        kv_device_bytes  of a host cache, bytes that stay on each device, or "auto"
+        kv_device_bytes  of a host cache, bytes that stay on each device (2**30, "1.5G"), or "auto"
         kv_pinned     of a host cache, whether it is in pinned memory (default: where there is)
         link_gbps     1e9 bytes a second from host memory to each device, as "24.2,3.3"
         cache_type_k, cache_type_v   "f32", "f16", "bf16", "q8_0" or "q4_0" (-ctk, -ctv)

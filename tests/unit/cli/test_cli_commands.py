@@ -22,6 +22,7 @@ from jaxllm.cli.options import SAMPLING, sampling_arguments, split_arguments
 from sharding import PlanOptions
 
 Cli = Callable[..., tuple[int, str, str]]
+COMMANDS = ("generate", "plan", "inspect", "fetch", "models", "links", "bench")
 TINY = ("-c", "64", "--page", "16", "-ub", "16", "--devices", "1")
 GREEDY = ("--temp", "0", "-n", "12", "--ignore-eos")
 pytestmark = pytest.mark.smoke
@@ -30,11 +31,19 @@ pytestmark = pytest.mark.smoke
 def test_alone_it_prints_help(cli: Cli):
     code, out, _ = cli()
     assert code == 0
-    for command in ("generate", "plan", "inspect", "fetch", "models", "bench"):
+    for command in COMMANDS:
         assert command in out
 
 
-@pytest.mark.parametrize("command", ["generate", "plan", "inspect", "fetch", "models", "bench"])
+def test_help_says_what_an_option_needs(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["plan", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    shares = out[out.index("--attn-split SHARES") :]
+    assert "needs -sm tensor" in shares[: shares.index("--no-kv-offload")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         make_parser().parse_args([command, "--help"])
@@ -213,7 +222,7 @@ def test_options_reach_the_plan_under_their_names():
     line = (
         "generate x -sm tensor -ts 3,1 -as 2,1 -nkvo -ctk q8_0 -ctv bf16 --no-kv-rotate -c 99"
         " -np 3 -ub 64 --dtype float16 --engine staged --rounding llama.cpp --dither --kv-replicate"
-        " --page 32 --group-pages 5 --prefetch 6 --devices 2 -kvgl 4 --kv-device-bytes auto"
+        " --page 32 --group-pages 5 --prefetch 6 --devices 2 -kvgl 4 --kv-device-bytes 1.5G"
         " --link-gbps 24.2,3.3 --no-kv-pinned"
     )
     args = make_parser().parse_args(line.split())
@@ -226,7 +235,7 @@ def test_options_reach_the_plan_under_their_names():
         "cache_type_k": "q8_0",
         "cache_type_v": "bf16",
         "kv_gpu_layers": 4,
-        "kv_device_bytes": "auto",
+        "kv_device_bytes": "1.5G",
         "kv_pinned": False,
         "link_gbps": "24.2,3.3",
         "kv_rotate": False,
