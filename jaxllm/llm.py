@@ -99,7 +99,7 @@ class LLM:
         keep_compiled_programs()
         mesh = open_mesh(devices)
         file = open_gguf(hub.resolve(str(path), progress=progress))
-        model = plan_gguf(file, mesh, **arguments)
+        model = plan_gguf(file, mesh, progress=progress, **arguments)
         with loading(model.plan, show=progress) as report:
             source = GGUFSource(file, model.whole.cfg)
             tokenizer = load_tokenizer(file)

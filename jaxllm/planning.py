@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.registry import family
 from jaxllm.models.sources import GGUFSource
 from jaxllm.models.weights import slots
+from jaxllm.progress import measure_aloud
 from jaxllm.runtime import default_dtype, links_file
 from sharding import Mesh, PlanOptions, parse_shares, position_bytes
-from sharding.links import Delivery, host_place, measured, with_links
+from sharding.links import Delivery, host_place, measure_link, measured, with_links
 
 DEFAULT_CTX = 2048
 DTYPES = ("float32", "bfloat16", "float16")
@@ -75,18 +77,20 @@ def plan_config(
     *,
     mlp_block: int = 32,
     link_gbps: str | Sequence[float] | None = None,
+    progress: bool = False,
     **arguments: Any,
 ) -> PlannedModel:
     """The plan of a model over a mesh; `arguments` are those of `LLM`.
 
     Link rates decide which device keeps pages of a host cache; where they are needed and not given
-    they are measured, once.
+    they are measured, once, and `progress` says so.
     """
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
     elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
-        mesh = measured(mesh, _delivery(cfg, mesh, options), links_file())
+        measure = measure_aloud if progress else measure_link
+        mesh = measured(mesh, _delivery(cfg, mesh, options), links_file(), measure)
     return plan_model(block, cfg, mesh, options, dtype, mlp_block)
 
 
@@ -117,5 +121,12 @@ def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
         if name.endswith(("ffn_down.weight", "ffn_down_exps.weight"))
     ]
     model = plan_config(kin.block, cfg, mesh, mlp_block=max([32, *blocks]), **arguments)
+    ctx = model.plan.options.ctx
+    if 0 < cfg.ctx_train < ctx:
+        warnings.warn(
+            f"the context (-c) of {ctx} positions is longer than the {cfg.ctx_train} that the "
+            "model was trained for; expect poor text past those",
+            stacklevel=2,
+        )
     GGUFSource(file, model.whole.cfg).check(slots(model.whole))
     return model

@@ -173,6 +173,27 @@ def test_plan_loads_no_weights(cli: Cli, small: str, monkeypatch: pytest.MonkeyP
     assert len(found["devices"]) == 3
 
 
+def test_a_context_beyond_the_trained_one_is_warned_of_once(cli: Cli, small: str):
+    with pytest.warns(UserWarning) as said:
+        assert cli("plan", small, "--devices", "1", "-c", "65537")[0] == 0
+    (warning,) = said
+    assert "65537 positions is longer than the 65536" in str(warning.message)
+    assert cli("plan", small, "--devices", "1", "-c", "65536")[0] == 0
+
+
+def test_measuring_links_is_said(
+    cli: Cli, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr("jaxllm.progress.measure_link", lambda device, how: 5.0)
+    plan = ("plan", small, "--devices", "2", "-nkvo", "-kvgl", "1")
+    assert cli(*plan, "--link-gbps", "5,5")[2] == ""
+    first, second = cli(*plan)[2].splitlines()
+    assert first.startswith("measuring the link of cpu:0 by copies of ") and "cpu:1" in second
+    assert "--link-gbps" in first
+    assert cli(*plan)[2] == ""
+
+
 def test_inspect_tells_everything(cli: Cli, small: str):
     found = json.loads(cli("inspect", small, "--json")[1])
     assert found["architecture"] == "llama" and found["name"] == "small"
