@@ -7,6 +7,7 @@ not given is not passed on.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,6 +28,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message}; see {self.prog} --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Help and version; argparse itself would drop an error of writing them."""
+        (file or sys.stdout).write(message)
 
 
 Subparsers = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]

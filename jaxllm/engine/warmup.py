@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxllm import interrupts
 from jaxllm.engine.base import Engine
 from jaxllm.engine.generate import chunk_sizes
 from jaxllm.engine.sampling import TOPS
@@ -21,9 +22,11 @@ def warm_up(engine: Engine, plan: Plan, places: int) -> None:
         hidden = None
         for _ in engine.rehearse():
             tokens = np.zeros((rows, size), np.int32)
-            hidden = engine.forward(tokens, 0, np.zeros(rows, np.int32))
+            with interrupts.kept():
+                hidden = engine.forward(tokens, 0, np.zeros(rows, np.int32))
         for top in (0, *TOPS):
-            engine.logits(hidden, np.zeros((rows, 1), np.int32), top)
+            with interrupts.kept():
+                engine.logits(hidden, np.zeros((rows, 1), np.int32), top)
         if size > 1:
             engine.logits(hidden, np.zeros((rows, min(size, places)), np.int32), 0)
     if options.slots > 1:

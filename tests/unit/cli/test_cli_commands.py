@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -293,55 +289,3 @@ def test_options_reach_sampling_with_its_defaults():
         5, 0.5, 3, 0.4, 0.1, 1.1, -1, 0.2, 0.3, 7, ("a", "b"), True, 2
     )
     assert sampling_arguments(make_parser().parse_args(["generate", "x", "-s", "-1"])) == {}
-
-
-def _code() -> str:
-    """A jaxllm process in which Ctrl-C means what it means at a terminal."""
-    return (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from jaxllm.cli.main import main; print('up', file=sys.stderr); sys.exit(main())"
-    )
-
-
-@contextmanager
-def child(*argv: str) -> Iterator[tuple[subprocess.Popen[bytes], BinaryIO, BinaryIO]]:
-    """A process of `jaxllm`, its stdout and its stderr, from when its imports are done."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", _code(), *argv]
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, stdin=pipe, bufsize=0) as process:
-        assert process.stdout is not None and process.stderr is not None
-        try:
-            assert process.stderr.readline() == b"up\n"
-            yield process, process.stdout, process.stderr  # type: ignore[misc]
-        finally:
-            process.kill()
-
-
-ENDLESS = ("-n", "1000000", "-c", "60000", "--ignore-eos", "--devices", "1")
-
-
-def test_ctrl_c_ends_with_a_new_line_and_130(small: str):
-    with child("generate", "hello", "-m", small, *ENDLESS) as (process, out, err):
-        assert out.read(1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        assert err.read() == b"\n"
-
-
-def test_ctrl_c_while_waiting_for_the_prompt():
-    with child("generate", "-") as (process, _, err):
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        assert err.read() == b"\n"
-
-
-@pytest.mark.parametrize("argv", [("models",), ("generate", "hello", *ENDLESS)])
-def test_a_reader_that_goes_away(argv: tuple[str, ...], small: str):
-    generates = argv[0] == "generate"
-    with child(*argv, *(("-m", small) if generates else ())) as (process, out, err):
-        if generates:
-            assert out.read(1)
-        out.close()
-        assert process.wait(timeout=60) == 141
-        assert err.read() == b""

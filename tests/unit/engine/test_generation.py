@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -432,3 +434,43 @@ def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pyte
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([random_ids(20)], greedy(5))
         assert llm.generate([random_ids(20)], greedy(5))[0].token_ids == expected
+
+
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Ctrl-C as Python has it, whatever the tests were started from."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@EVERY_KIND
+@pytest.mark.usefixtures("heeds_interrupts")
+def test_an_interrupt_that_a_callback_drops_ends_generation(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """In a chunk of the prompt, and in a decode step."""
+
+    class Dropping:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: None)
+    llm = _llm(kind)
+    prompts = [random_ids(40)]
+    expected = llm.generate(prompts, greedy(5))[0].token_ids
+    forward = llm.engine.forward
+    for at in (0, 5):
+        calls = iter(range(100))
+
+        def dropping(*args: Any, calls: Any = calls, at: int = at) -> Any:
+            if next(calls) == at:
+                Dropping()
+            return forward(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "forward", dropping)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, greedy(5))
+        assert next(calls) == at + 1
+        assert llm.generate(prompts, greedy(5))[0].token_ids == expected
