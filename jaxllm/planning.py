@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from inspect import signature
+from numbers import Integral
 from typing import Any
 
 from gguf import GGML_QUANT_SIZES
@@ -51,8 +55,8 @@ def options_from(
     if dtype not in DTYPES:
         raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     own_type = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
-    if ctx is not None and ctx < 1:
-        raise OptionError(f"the context (-c) must be at least 1 position, not {ctx}")
+    if ctx is not None and (not isinstance(ctx, Integral) or isinstance(ctx, bool) or ctx < 1):
+        raise OptionError(f"the context (-c) must be a whole number of at least 1, not {ctx!r}")
     return (
         PlanOptions(
             split_mode=split_mode or ("layer" if len(mesh) > 1 else "none"),  # type: ignore
@@ -68,6 +72,18 @@ def options_from(
         ),
         dtype,
     )
+
+
+def check_names(arguments: Iterable[str], others: Iterable[str]) -> None:
+    """OptionError for a keyword that `plan_config` does not take, with the nearest that it or its
+    caller (`others`) does."""
+    own = {*signature(options_from).parameters, *signature(plan_config).parameters}
+    own -= {"block", "cfg", "mesh", "ctx_train", "mlp_block", "arguments", "more"}
+    own |= {field.name for field in fields(PlanOptions)} - {"slots", "itemsize"}
+    for name in arguments:
+        if name not in own:
+            near = get_close_matches(name, {*own, *others}, n=1, cutoff=0.0)
+            raise OptionError(f"there is no argument {name!r}; the nearest is {near[0]!r}")
 
 
 def plan_config(

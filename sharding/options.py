@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from sharding.cache_types import CACHE_BLOCKS, CacheType
@@ -100,10 +101,11 @@ class PlanOptions:
         for field, argument in _COUNTS.items():
             value = getattr(self, field)
             least = 0 if field == "prefetch" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not _natural(value) or value < least:
                 raise PlanError(
                     f"{argument} is {value!r}; it must be a whole number of at least {least}."
                 )
+            object.__setattr__(self, field, int(value))  # numpy's integers are taken, too
         for field, argument in _SWITCHES.items():
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(f"{argument} is {getattr(self, field)!r}; it is on or off.")
@@ -146,6 +148,8 @@ class PlanOptions:
             raise PlanError(
                 f"{KV_GPU_LAYERS} is {layers!r}; it must be a whole number of at least 0."
             )
+        if layers is not None:
+            object.__setattr__(self, "kv_gpu_layers", int(layers))
         if size is not None and size != "auto" and not _natural(size):
             raise PlanError(f"{KV_DEVICE_BYTES} is {size!r}; give {BYTES_HELP}, or auto.")
         if layers is not None and size is not None:
@@ -166,7 +170,9 @@ class PlanOptions:
 
 
 def _read_bytes(value: object) -> object:
-    """The number that a text of bytes stands for; anything else, and "auto", as it is."""
+    """The number that a text of bytes or a number of numpy stands for; the rest as it is."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
     if isinstance(value, str) and value != "auto":
         with suppress(ValueError):
             return parse_bytes(value)
@@ -174,4 +180,4 @@ def _read_bytes(value: object) -> object:
 
 
 def _natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
