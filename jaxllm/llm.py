@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -29,7 +30,7 @@ from jaxllm.models.decoder import PreNormBlock
 from jaxllm.models.layers import Device
 from jaxllm.models.sources import GGUFSource, RandomSource
 from jaxllm.models.weights import Progress, Source
-from jaxllm.planning import plan_config, plan_gguf
+from jaxllm.planning import check_names, plan_config, plan_gguf
 from jaxllm.results import Completion, Piece, StepFn
 from jaxllm.runtime import keep_compiled_programs
 from jaxllm.text import StreamDecoder, Tokenizer, load_tokenizer
@@ -52,7 +53,7 @@ class LLM:
         attn_split    a share a device for attention heads and their cache (-as); as tensor_split
         kv            "device", or "host": the cache in host memory, streamed (-nkvo)
         kv_gpu_layers    of a host cache, layers that stay on the devices (-kvgl)
-        kv_device_bytes  of a host cache, bytes that stay on each device, or "auto"
+        kv_device_bytes  of a host cache, bytes that stay on each device (2**30, "1.5G"), or "auto"
         kv_pinned     of a host cache, whether it is in pinned memory (default: where there is)
         link_gbps     1e9 bytes a second from host memory to each device, as "24.2,3.3"
         cache_type_k, cache_type_v   "f32", "f16", "bf16", "q8_0" or "q4_0" (-ctk, -ctv)
@@ -96,10 +97,13 @@ class LLM:
         """Load a GGUF file: a path, `hf:owner/repo/file.gguf`, or a name from `jaxllm models`."""
         from jaxllm.progress import loading
 
+        _path(path)
+        check_names(arguments, ("path", "devices", "prefix_cache"))
+        _check_switch("prefix_cache", prefix_cache)
         keep_compiled_programs()
         mesh = open_mesh(devices)
         file = open_gguf(hub.resolve(str(path), progress=progress))
-        model = plan_gguf(file, mesh, **arguments)
+        model = plan_gguf(file, mesh, progress=progress, **arguments)
         with loading(model.plan, show=progress) as report:
             source = GGUFSource(file, model.whole.cfg)
             tokenizer = load_tokenizer(file)
@@ -122,6 +126,8 @@ class LLM:
         place(device, layer, first position) -> "device", "pinned" or "pageable" puts each full
         page of a staged engine somewhere of its own.
         """
+        check_names(arguments, ("block", "devices", "seed", "place", "prefix_cache"))
+        _check_switch("prefix_cache", prefix_cache)
         mesh = open_mesh(devices)
         model = plan_config(block, cfg, mesh, **arguments)
         source = RandomSource(model.whole.cfg, seed)
@@ -142,7 +148,7 @@ class LLM:
     ) -> list[Completion]:
         """A completion for every prompt, in their order. A prompt is text or token ids."""
         many = cast(Sequence[Prompt], [prompts] if _is_prompt(prompts) else prompts)
-        params = params or SamplingParams()
+        params = _sampling(params)
         requests = [self._request(i, p, params) for i, p in enumerate(many)]
         filters = [StopFilter(self._decoder(), params.stop) for _ in requests]
         texts = ["" for _ in requests]
@@ -161,7 +167,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Text as it comes, never part of a character nor of a stop text; the last piece has the
         finish reason and the whole `Completion`. Closing the iterator ends the request."""
-        params = params or SamplingParams()
+        params = _sampling(params)
         request = self._request(0, prompt, params)
         return self._pieces(request, StopFilter(self._decoder(), params.stop))
 
@@ -197,7 +203,7 @@ class LLM:
 
     def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
         """float32 [T, V]: row t is the logits after token t. A list of lists gives a list."""
-        if len(ids) > 0 and not _is_prompt(ids):
+        if not _is_prompt(ids) and len(ids) > 0:
             return [self.logits(each) for each in cast(Sequence[Sequence[int]], ids)]
         prompt = self._checked(cast(Sequence[int], ids))
         rows = []
@@ -237,14 +243,14 @@ class LLM:
                 )
             row, held = latest
             layers = self.engine.read_row(row, held.cached)
-            session.save(Path(path), self.config, session.Session(held, layers))
+            session.save(_path(path), self.config, session.Session(held, layers))
 
     def load_session(self, path: str | PathLike[str]) -> list[int]:
         """Put the sequence of a file into a row, as if it had just finished there; returns its
         token ids. A prompt that begins with them goes on from it."""
         if not self._rows.keep:
             raise OptionError("a session needs prefix_cache=True to be of use; load the model so")
-        found = session.load(Path(path), self.config, self.plan.options.ctx)
+        found = session.load(_path(path), self.config, self.plan.options.ctx)
         with self._engine_to_itself(), self._spare_row(keep=True) as row:
             self.engine.write_row(row, found.layers, found.held.cached)
             self.engine.park(row)
@@ -256,8 +262,9 @@ class LLM:
 
         fn(params, cache, tokens [B, T], starts [B]) -> (logits float32 [B, T, V], cache) runs all
         `parallel` rows; B and T of int32 tokens may be any as long as start mod ubatch + T stays
-        within ubatch and start + T within the context; a row's logits are NaN where they do not.
-        The cache given is an empty one of its own. One device, fused engine.
+        within ubatch and start + T within the context; a row's logits are NaN where they do not,
+        and where one of its tokens is outside the vocabulary. The cache given is an empty one of
+        its own. One device, fused engine.
         """
         engine = self.engine
         if not isinstance(engine, FusedEngine) or engine.mesh is not None:
@@ -322,9 +329,13 @@ class LLM:
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         try:
+            if not _is_listed(ids) or any(isinstance(i, bool) for i in ids):
+                raise TypeError
             ids = [index(i) for i in ids]
         except TypeError:
-            raise PromptError("a prompt is text or a list of token ids (whole numbers)") from None
+            raise PromptError(
+                f"a prompt is text or a list of token ids (whole numbers), not {_short(ids)}"
+            ) from None
         ctx, vocab = self.plan.options.ctx, self.config.vocab
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
@@ -365,8 +376,8 @@ class LLM:
 
 def open_mesh(devices: Devices) -> Mesh:
     """The mesh of `devices`; starts JAX's backend, with virtual CPU devices where it must."""
-    if isinstance(devices, int):
-        ensure_devices(devices)
+    if isinstance(devices, Integral):
+        ensure_devices(int(devices) if not isinstance(devices, bool) else devices)
     return Mesh.from_jax(devices)
 
 
@@ -374,4 +385,37 @@ def _is_prompt(value: Any) -> bool:
     """Text, or a sequence of ids, rather than a sequence of prompts."""
     if isinstance(value, str):
         return True
-    return len(value) > 0 and not isinstance(value[0], str | list | tuple | np.ndarray)
+    if not _is_listed(value):
+        raise PromptError(
+            f"prompts are text, a list of token ids, or a list of those, not {_short(value)}"
+        )
+    return len(value) > 0 and not isinstance(value[0], str | bytes | list | tuple | np.ndarray)
+
+
+def _is_listed(value: Any) -> bool:
+    """A sequence or an array (of numpy or JAX), whose elements may be ids; bytes are not meant."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return False
+    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+
+
+def _sampling(params: SamplingParams | None) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise OptionError(f"params must be a SamplingParams, not {_short(params)}")
+    return params or SamplingParams()
+
+
+def _path(value: Any) -> Path:
+    if not isinstance(value, str | PathLike):
+        raise OptionError(f"a path is text or a pathlib.Path, not {_short(value)}")
+    return Path(value)
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, not {value!r}")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

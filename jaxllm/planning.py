@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from inspect import signature
+from numbers import Integral
 from typing import Any
 
 from gguf import GGML_QUANT_SIZES
@@ -16,9 +21,10 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.registry import family
 from jaxllm.models.sources import GGUFSource
 from jaxllm.models.weights import slots
+from jaxllm.progress import measure_aloud
 from jaxllm.runtime import default_dtype, links_file
 from sharding import Mesh, PlanOptions, parse_shares, position_bytes
-from sharding.links import Delivery, host_place, measured, with_links
+from sharding.links import Delivery, host_place, measure_link, measured, with_links
 
 DEFAULT_CTX = 2048
 DTYPES = ("float32", "bfloat16", "float16")
@@ -49,8 +55,8 @@ def options_from(
     if dtype not in DTYPES:
         raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     own_type = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
-    if ctx is not None and ctx < 1:
-        raise OptionError(f"the context (-c) must be at least 1 position, not {ctx}")
+    if ctx is not None and (not isinstance(ctx, Integral) or isinstance(ctx, bool) or ctx < 1):
+        raise OptionError(f"the context (-c) must be a whole number of at least 1, not {ctx!r}")
     return (
         PlanOptions(
             split_mode=split_mode or ("layer" if len(mesh) > 1 else "none"),  # type: ignore
@@ -68,6 +74,18 @@ def options_from(
     )
 
 
+def check_names(arguments: Iterable[str], others: Iterable[str]) -> None:
+    """OptionError for a keyword that `plan_config` does not take, with the nearest that it or its
+    caller (`others`) does."""
+    own = {*signature(options_from).parameters, *signature(plan_config).parameters}
+    own -= {"block", "cfg", "mesh", "ctx_train", "mlp_block", "arguments", "more"}
+    own |= {field.name for field in fields(PlanOptions)} - {"slots", "itemsize"}
+    for name in arguments:
+        if name not in own:
+            near = get_close_matches(name, {*own, *others}, n=1, cutoff=0.0)
+            raise OptionError(f"there is no argument {name!r}; the nearest is {near[0]!r}")
+
+
 def plan_config(
     block: type[Block],
     cfg: ModelConfig,
@@ -75,18 +93,20 @@ def plan_config(
     *,
     mlp_block: int = 32,
     link_gbps: str | Sequence[float] | None = None,
+    progress: bool = False,
     **arguments: Any,
 ) -> PlannedModel:
     """The plan of a model over a mesh; `arguments` are those of `LLM`.
 
     Link rates decide which device keeps pages of a host cache; where they are needed and not given
-    they are measured, once.
+    they are measured, once, and `progress` says so.
     """
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
     elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
-        mesh = measured(mesh, _delivery(cfg, mesh, options), links_file())
+        measure = measure_aloud if progress else measure_link
+        mesh = measured(mesh, _delivery(cfg, mesh, options), links_file(), measure)
     return plan_model(block, cfg, mesh, options, dtype, mlp_block)
 
 
@@ -117,5 +137,12 @@ def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
         if name.endswith(("ffn_down.weight", "ffn_down_exps.weight"))
     ]
     model = plan_config(kin.block, cfg, mesh, mlp_block=max([32, *blocks]), **arguments)
+    ctx = model.plan.options.ctx
+    if 0 < cfg.ctx_train < ctx:
+        warnings.warn(
+            f"the context (-c) of {ctx} positions is longer than the {cfg.ctx_train} that the "
+            "model was trained for; expect poor text past those",
+            stacklevel=2,
+        )
     GGUFSource(file, model.whole.cfg).check(slots(model.whole))
     return model

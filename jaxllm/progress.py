@@ -1,16 +1,18 @@
-"""Progress bars on standard error, only where a person looks at it."""
+"""Progress on standard error: bars where a person looks at it, and a line of what takes long."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxllm.models.weights import Progress as Report
-from sharding import Plan
+from sharding import Plan, format_bytes
+from sharding.links import Delivery, measure_link
 
 
 @contextmanager
@@ -24,3 +26,15 @@ def loading(plan: Plan, show: bool) -> Iterator[Report | None]:
         total = sum(plan.weight_bytes(i) for i in range(len(plan.mesh)))
         task = bar.add_task("loading", total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def measure_aloud(device: Any, how: Delivery) -> float:
+    """`measure_link`, which takes a while, with a line that says so."""
+    what = f"copies of {format_bytes(how.group_bytes)} from {how.place} memory"
+    print(
+        f"measuring the link of {device.platform}:{device.id} by {what}, once; "
+        "--link-gbps (link_gbps=) gives rates instead",
+        file=sys.stderr,
+        flush=True,
+    )
+    return measure_link(device, how)

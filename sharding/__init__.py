@@ -11,7 +11,7 @@ and no jax.
     cache_types.py  bytes of a cached row             plan.py       the plan
     sizes.py      its bytes                           residency.py  which pages stay
     report.py     the plan as text                    links.py      measured link rates
-    exchange.py   partials to sums, by copies
+    exchange.py   partials to sums, by copies         units.py      bytes as text
 """
 
 from sharding.axes import AXES, Axis, axis
@@ -27,15 +27,16 @@ from sharding.llama_cpp import (
 from sharding.mesh import DeviceInfo, Mesh, backend_started, ensure_devices
 from sharding.options import PlanOptions
 from sharding.plan import Plan, make_plan
-from sharding.report import format_bytes
 from sharding.residency import Kept, Residency
 from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
 from sharding.shapes import LayerShape, ModelShape, TensorShape
 from sharding.shares import apportion, apportion_blocks, apportion_dithered, parse_shares
 from sharding.splits import LayerPlan, replications
+from sharding.units import BYTES_HELP, format_bytes, parse_bytes
 
 __all__ = [
     "AXES",
+    "BYTES_HELP",
     "CACHE_BLOCKS",
     "Axis",
     "DeviceInfo",
@@ -68,6 +69,7 @@ __all__ = [
     "make_plan",
     "mlp_granularity",
     "pages_read",
+    "parse_bytes",
     "parse_shares",
     "position_bytes",
     "replications",

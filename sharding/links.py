@@ -142,9 +142,9 @@ def measured(
 
 def with_links(mesh: Mesh, rates: str | Sequence[float]) -> Mesh:
     """The mesh with these link rates, one a device, in 1e9 bytes a second."""
-    values = rates.split(",") if isinstance(rates, str) else list(rates)
     try:
-        numbers = [float(v) for v in values]
+        values = rates.split(",") if isinstance(rates, str) else list(rates)
+        numbers = [float(v) for v in values if not isinstance(v, bool)]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != len(mesh) or not all(0 < n < float("inf") for n in numbers):

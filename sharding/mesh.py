@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from sharding.errors import ShardingError
@@ -85,18 +86,22 @@ class Mesh:
 
         if devices is None:
             chosen = tuple(jax.devices())
-        elif isinstance(devices, int):
-            there = jax.devices()
-            if _count(devices) > len(there):
+        elif not isinstance(devices, Sequence):
+            count, there = _count(devices), jax.devices()
+            if count > len(there):
                 platform = there[0].platform
                 hint = f"; {_CPU_HINT}" if platform == "cpu" else "; ask for fewer"
                 raise ShardingError(
-                    f"{devices} devices were asked for and JAX has {len(there)} of platform"
+                    f"{count} devices were asked for and JAX has {len(there)} of platform"
                     f" {platform}{hint}."
                 )
-            chosen = tuple(there[:devices])
+            chosen = tuple(there[:count])
         else:
             chosen = tuple(devices)
+            if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
+                raise ShardingError(
+                    f"devices is {devices!r}; give a number, a list of jax devices, or None."
+                )
             if len(set(chosen)) != len(chosen):
                 raise ShardingError(
                     f"devices {[str(d) for d in chosen]} name one twice; name each device once."
@@ -104,10 +109,10 @@ class Mesh:
         return cls(tuple(_describe(d) for d in chosen), chosen)
 
 
-def _count(n: int) -> int:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+def _count(n: Any) -> int:
+    if isinstance(n, bool) or not isinstance(n, Integral) or int(n) < 1:
         raise ShardingError(f"{n!r} devices were asked for; ask for a whole number of at least 1.")
-    return n
+    return int(n)
 
 
 def _describe(device: Any) -> DeviceInfo:

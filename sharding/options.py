@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from sharding.cache_types import CACHE_BLOCKS, CacheType
 from sharding.errors import PlanError
 from sharding.shares import parse_shares
+from sharding.units import BYTES_HELP, parse_bytes
 
 SplitMode = Literal["none", "layer", "tensor"]
 EngineName = Literal["fused", "staged"]
@@ -49,8 +52,9 @@ class PlanOptions:
         kv_gpu_layers: layers' worth of a host cache that stay on devices.
         kv_pinned: keep a host cache in pinned memory, which devices read by themselves; None is on
             where all of them have it.
-        kv_device_bytes: bytes of a host cache that stay on each device; "auto" is what is free
-            there beside everything else, less a reserve.
+        kv_device_bytes: bytes of a host cache that stay on each device, a number or text such as
+            "1.5G" (which becomes the number); "auto" is what is free there beside everything else,
+            less a reserve.
         cache_type_k, cache_type_v: element types of the cache.
         kv_rotate: rotate rows before they are quantised, so that none of their values is far larger
             than the others; None is on.
@@ -72,7 +76,7 @@ class PlanOptions:
     attn_split: tuple[float, ...] | None = None
     kv: Literal["device", "host"] = "device"
     kv_gpu_layers: int | None = None
-    kv_device_bytes: int | Literal["auto"] | None = None
+    kv_device_bytes: int | str | None = None
     kv_pinned: bool | None = None
     cache_type_k: CacheType = "f32"
     cache_type_v: CacheType = "f32"
@@ -97,10 +101,11 @@ class PlanOptions:
         for field, argument in _COUNTS.items():
             value = getattr(self, field)
             least = 0 if field == "prefetch" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not _natural(value) or value < least:
                 raise PlanError(
                     f"{argument} is {value!r}; it must be a whole number of at least {least}."
                 )
+            object.__setattr__(self, field, int(value))  # numpy's integers are taken, too
         for field, argument in _SWITCHES.items():
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(f"{argument} is {getattr(self, field)!r}; it is on or off.")
@@ -137,16 +142,16 @@ class PlanOptions:
             raise PlanError(f"{ATTN_SPLIT} does not go with -sm {self.split_mode}; use -sm tensor.")
 
     def _check_residency(self) -> None:
-        layers, size = self.kv_gpu_layers, self.kv_device_bytes
+        layers, size = self.kv_gpu_layers, _read_bytes(self.kv_device_bytes)
+        object.__setattr__(self, "kv_device_bytes", size)
         if layers is not None and not _natural(layers):
             raise PlanError(
                 f"{KV_GPU_LAYERS} is {layers!r}; it must be a whole number of at least 0."
             )
+        if layers is not None:
+            object.__setattr__(self, "kv_gpu_layers", int(layers))
         if size is not None and size != "auto" and not _natural(size):
-            raise PlanError(
-                f"{KV_DEVICE_BYTES} is {size!r}; it must be a whole number of bytes of at least 0,"
-                " or auto."
-            )
+            raise PlanError(f"{KV_DEVICE_BYTES} is {size!r}; give {BYTES_HELP}, or auto.")
         if layers is not None and size is not None:
             raise PlanError(
                 f"{KV_GPU_LAYERS} does not go with {KV_DEVICE_BYTES}; give one of them."
@@ -164,5 +169,15 @@ class PlanOptions:
             )
 
 
+def _read_bytes(value: object) -> object:
+    """The number that a text of bytes or a number of numpy stands for; the rest as it is."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, str) and value != "auto":
+        with suppress(ValueError):
+            return parse_bytes(value)
+    return value
+
+
 def _natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sharding.residency import format_layers
 from sharding.splits import Ranges
+from sharding.units import format_bytes
 
 if TYPE_CHECKING:
     from sharding.plan import Plan
@@ -25,16 +26,6 @@ _HEADER = (
     "compute",
 )
 _BUDGET_HEADER = ("kept", "asked to keep")
-
-
-def format_bytes(n: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1, such as "1.5 MiB"."""
-    size = float(n)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{n} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
 
 
 def _spread(counts: list[int]) -> str:

@@ -38,7 +38,7 @@ def parse_shares(
         fields = list(value.split(","))
     else:
         try:
-            fields = list(value)
+            fields = list(() if isinstance(value, bytes) else value)
         except TypeError:
             raise ShareError(
                 f"{argument}: {value!r} is not a list of shares; give one number a device, such as"

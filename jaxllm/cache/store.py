@@ -322,7 +322,8 @@ class PageStore:
                 yield group.pages, group.table  # type: ignore[misc]
                 continue
             if not self._ahead:
-                self._wait_for_room()
+                self._wait_for_room()  # which may send it
+            if not self._ahead:
                 self._issue()
             while not self.link.arrived(self._ahead[0][1]):
                 self.pause()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxllm.models.config import LayerConfig, ModelConfig, Rope
+if TYPE_CHECKING:
+    from jaxllm.models.config import ModelConfig
 
 
 class Shape(NamedTuple):
@@ -30,6 +31,8 @@ SHAPES = {
 
 def model_config(name: str) -> ModelConfig:
     """The configuration of a shape."""
+    from jaxllm.models.config import LayerConfig, ModelConfig, Rope
+
     shape = SHAPES[name]
     layer = LayerConfig(
         kv_heads=shape.kv_heads,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import add_command
 from jaxllm.errors import OptionError
+from sharding import format_bytes
+
+if TYPE_CHECKING:
+    from sharding import Mesh
 
 _EXAMPLES = """\
   jaxllm links
@@ -46,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         with suppress(OSError):  # what cannot be removed was not written by this user
             links_file().unlink(missing_ok=True)
     mesh = open_mesh(args.devices)
+    _check_room(max(sizes) << 20, max(1, args.prefetch), mesh)
     rows = []
     for place in places(mesh.jax_devices or ()):
         for size in sizes:
@@ -70,3 +76,21 @@ def run(args: argparse.Namespace) -> int:
             f"{row['device']:<10}{row['kind']:<24}{row['memory']:<14}{size:>8}{row['gbps']:>8.1f}"
         )
     return 0
+
+
+def _check_room(size: int, in_flight: int, mesh: Mesh) -> None:
+    """Refuse copies of `size` bytes that memory has no room for: one and its source on the host,
+    and those in flight on a device, which for a CPU is the host as well."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for info in mesh.devices:
+        flying = size * in_flight
+        if info.platform == "cpu":
+            needs = [("the host", 2 * size + flying, host)]
+        else:
+            needs = [("the host", 2 * size, host), (info.label, flying, info.free)]
+        for where, needed, there in needs:
+            if there is not None and needed > there:
+                raise OptionError(
+                    f"--copy-mib {size >> 20} needs {format_bytes(needed)} on {where}, which has "
+                    f"{format_bytes(there)}; give smaller sizes, or a smaller --prefetch"
+                )

@@ -1,7 +1,8 @@
 """The `jaxllm` command: dispatch, and what every error looks like.
 
-Exit codes: 0; 2 for bad input, said in one sentence on stderr; 130 after Ctrl-C; 141 when the
-reader of stdout went away, as a shell reports a program that SIGPIPE ended.
+Exit codes: 0; 2 for bad input, or output that cannot be written, said in one sentence on stderr;
+130 after Ctrl-C; 141 when the reader of stdout went away, as a shell reports a program that SIGPIPE
+ended.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
-from jaxllm import __version__
+from jaxllm import __version__, interrupts
 from jaxllm.cli import bench, fetch, generate, inspection, links, models, plan
+from jaxllm.cli.entry import INTERRUPTED
 from jaxllm.cli.options import Parser
 from jaxllm.errors import JaxllmError
 from sharding.errors import ShardingError
+from sharding.memory import exhausted
 
-BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+BAD_INPUT, BROKEN_PIPE = 2, 141
 
 _EXAMPLES = """examples:
   jaxllm generate "The capital of France is" -n 32
@@ -43,29 +47,57 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
+    if sys.stdout is None:
+        return _refuse("standard output is closed; redirect it to a file, or to /dev/null")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        parser = make_parser()
-        args = parser.parse_args(argv)
-        if not hasattr(args, "run"):
-            parser.print_help()
-            return 0
-        code = args.run(args)
-        sys.stdout.flush()  # here, where a closed pipe is still an exception to catch
-        return code
+        with interrupts.kept():
+            code = _dispatch(argv)
+            sys.stdout.flush()  # here, where a write that fails is still an exception to catch
+            return code
     except (JaxllmError, ShardingError) as error:
-        print(f"jaxllm: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse(str(error))
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        _say("")
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered would raise again when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.filename is not None:  # not of writing to what is already open
+            raise
+        _drop_output()
+        return _refuse(f"cannot write to standard output: {error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not exhausted(error):
+            raise
+        return _refuse(f"there is not enough memory for this; ask for less ({error})")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _dispatch(argv: Sequence[str] | None) -> int:
+    parser = make_parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # after --help or --version; usage errors are exceptions
+        return int(stop.code or 0)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 0
+    return args.run(args)
+
+
+def _refuse(message: str) -> int:
+    _say(f"jaxllm: error: {' '.join(message.split())}")
+    return BAD_INPUT
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # stderr may be gone as well
+        print(line, file=sys.stderr, flush=True)
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere: it would raise again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,11 +7,12 @@ not given is not passed on.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from jaxllm.errors import OptionError
-from sharding import CACHE_BLOCKS, PlanOptions
+from sharding import BYTES_HELP, CACHE_BLOCKS, PlanOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "path of a .gguf file, a name from `jaxllm models`, or hf:owner/repo/file.gguf"
@@ -27,6 +28,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message}; see {self.prog} --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Help and version; argparse itself would drop an error of writing them."""
+        (file or sys.stdout).write(message)
 
 
 Subparsers = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]
@@ -54,13 +59,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _bytes_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
-_bytes_or_auto.__name__ = "number of bytes or auto"  # argparse names it in its message
-
-
 def add_split(parser: argparse.ArgumentParser) -> None:
     """Everything that decides the plan: devices, shares, cache, engine."""
     plan = PlanOptions
@@ -71,7 +69,8 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     modes = ("none", "layer", "tensor")
     add("-sm", "--split-mode", choices=modes, help="one device, whole layers or every layer cut")
     add("-ts", "--tensor-split", metavar="SHARES", help="a share of weights a device, as 3,1")
-    shares = "a share of attention heads and cache a device, as 2,1,0 (default as -ts)"
+    shares = "a share of attention heads and cache a device, as 2,1,0 (default as -ts); needs "
+    shares += "-sm tensor"
     add("-as", "--attn-split", metavar="SHARES", help=shares)
     host = "keep the KV cache in host memory and stream it"
     add("-nkvo", "--no-kv-offload", action="store_true", help=host)
@@ -79,8 +78,8 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     add("-ctv", "--cache-type-v", choices=types, help="type of cached values (default as --dtype)")
     kept = "of a host cache, layers to keep on the devices, the slowest link first"
     add("-kvgl", "--kv-gpu-layers", type=int, metavar="N", help=kept)
-    room = "of a host cache, bytes to keep on each device, or auto: what is free"
-    add("--kv-device-bytes", type=_bytes_or_auto, metavar="B", help=room)
+    room = f"of a host cache, what to keep on each device: {BYTES_HELP}, or auto: what is free"
+    add("--kv-device-bytes", metavar="BYTES", help=room)
     pinned = "a host cache in memory that devices read by themselves (default: where there is)"
     add("--kv-pinned", action=argparse.BooleanOptionalAction, help=pinned)
     rates = "GB/s from host memory to each device, as 24.2,3.3 (default: measured if needed)"

@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm.planning import plan_gguf
 
     file = open_gguf(hub.resolve(args.model))
-    plan = plan_gguf(file, open_mesh(args.devices), **split_arguments(args)).plan
+    mesh = open_mesh(args.devices)
+    plan = plan_gguf(file, mesh, progress=True, **split_arguments(args)).plan
     print(json.dumps(plan.to_dict()) if args.json else plan, flush=True)
     plan.check_fit()
     return 0

@@ -180,7 +180,8 @@ def pure_step(
     """fn(leaves, rings, tokens [B, T], starts [B]) -> (logits [B, T, V], rings), for one device.
 
     Positions are known only when the program runs: rows that would leave the context, or reach
-    across a multiple of `ubatch` (where a ring may end), get logits that are no numbers.
+    across a multiple of `ubatch` (where a ring may end), get logits that are no numbers, as do rows
+    with a token outside the vocabulary.
     """
 
     def step(
@@ -193,8 +194,9 @@ def pure_step(
         packed = jnp.concatenate([tokens, zeros, starts[:, None], zeros], axis=1, dtype=jnp.int32)
         x, rings = forward(model, leaves, rings, unpack_step(packed), lambda x: x)
         written = (starts >= 0) & (starts + count <= ctx) & (starts % ubatch + count <= ubatch)
+        known = ((tokens >= 0) & (tokens < model.cfg.vocab)).all(axis=1)
         logits = model.ends.bind(leaves.ends).logits(x)
-        return jnp.where(written[:, None, None], logits, jnp.nan), rings
+        return jnp.where((written & known)[:, None, None], logits, jnp.nan), rings
 
     return step
 

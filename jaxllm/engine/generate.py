@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxllm import interrupts
 from jaxllm.engine.base import Engine
 from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import Logprob, Sampler, SamplingParams, common_top
@@ -56,8 +57,9 @@ def prefill(
     for at, used, size in chunks(start, len(ids) - start, ubatch):
         padded = np.zeros((1, size), np.int32)
         padded[0, :used] = tokens[at : at + used]
-        hidden = engine.forward(padded, row, np.asarray([at], np.int32))
-        engine.settle(row, np.asarray([at + used]))
+        with interrupts.kept():
+            hidden = engine.forward(padded, row, np.asarray([at], np.int32))
+            engine.settle(row, np.asarray([at + used]))
         yield hidden, used, size
 
 
@@ -148,12 +150,13 @@ def _start(
     row, request.cached = start.row, start.length
     running[row] = request
     rows.forget(row)
-    if start.length:
-        engine.reuse(start.source, row, start.length)
-    else:
-        engine.release(row)
-    *_, (hidden, used, _) = prefill(engine, row, request.prompt, ubatch, start.length)
-    logits = engine.logits(hidden, np.asarray([[used - 1]]), request.params.top)
+    with interrupts.kept():
+        if start.length:
+            engine.reuse(start.source, row, start.length)
+        else:
+            engine.release(row)
+        *_, (hidden, used, _) = prefill(engine, row, request.prompt, ubatch, start.length)
+        logits = engine.logits(hidden, np.asarray([[used - 1]]), request.params.top)
     count = len(request.prompt)
     if rows.keep:
         rows.hold(row, Held(request.prompt, count, count))
@@ -168,10 +171,11 @@ def _advance(
     tokens = np.asarray([[r.token_ids[-1] if r else 0] for r in running], np.int32)
     starts = np.asarray([r.length if r else -1 for r in running], np.int32)
     active = [r for r in running if r is not None]
-    hidden = engine.forward(tokens, 0, starts)
     top = common_top([r.params for r in active])
-    logits = engine.logits(hidden, np.zeros((len(running), 1), np.int32), top)
-    engine.settle(0, starts + 1)
+    with interrupts.kept():
+        hidden = engine.forward(tokens, 0, starts)
+        logits = engine.logits(hidden, np.zeros((len(running), 1), np.int32), top)
+        engine.settle(0, starts + 1)
     spent = time.perf_counter() - began
     for request in active:
         request.decode_seconds += spent
@@ -203,17 +207,17 @@ def _advance_greedy(
     active = [r for r in running if r is not None]
     pairs = zip(running, flight.requests if flight else running, strict=True)
     started = any(r is not None and r is not other for r, other in pairs)
-    if flight is None:
-        tokens = np.asarray([r.token_ids[-1] if r else 0 for r in running], np.int32)
-        starts = np.asarray([r.length if r else -1 for r in running], np.int32)
-        flight = _Flight(engine.greedy(tokens, starts), list(running))
-    ahead = None
-    if engine.runs_ahead and not started:
+    with interrupts.kept():
+        if flight is None:
+            tokens = np.asarray([r.token_ids[-1] if r else 0 for r in running], np.int32)
+            starts = np.asarray([r.length if r else -1 for r in running], np.int32)
+            flight = _Flight(engine.greedy(tokens, starts), list(running))
+        ahead = None
         going = [r if r is not None and r.goes_on(ctx) else None for r in running]
-        if any(going):
+        if engine.runs_ahead and not started and any(going):
             starts = np.asarray([r.length + 1 if r else -1 for r in going], np.int32)
             ahead = _Flight(engine.greedy(flight.ids, starts), going)
-    ids = engine.read(flight.ids).tolist()
+        ids = engine.read(flight.ids).tolist()
     spent = time.perf_counter() - began
     for request in active:
         request.decode_seconds += spent

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -43,8 +45,12 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or not all(isinstance(s, str) for s in stop):
+            raise OptionError(f"stop must be a text or a list of texts, not {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        if not isinstance(self.ignore_eos, bool):
+            raise OptionError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         for name, low, high in (
             ("max_tokens", 1, math.inf),
             ("top_k", 0, math.inf),
@@ -68,18 +74,28 @@ class SamplingParams:
             raise OptionError("a stop text must not be empty")
 
     def _check(
-        self, name: str, kind: type, low: float, high: float, optional: bool = False
+        self,
+        name: str,
+        kind: type[int] | type[float],
+        low: float,
+        high: float,
+        optional: bool = False,
     ) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
+        given = getattr(self, name)
+        if given is None and optional:
             return
-        kinds = int if kind is int else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
+        kinds = Integral if kind is int else Real  # numpy's numbers are of these kinds, too
+        value = None
+        if isinstance(given, kinds) and not isinstance(given, bool):
+            with suppress(OverflowError):
+                value = kind(given)  # pyright: ignore[reportArgumentType]
+        if value is None or not math.isfinite(value):
             what = "a whole number" if kind is int else "a finite number"
-            raise OptionError(f"{name} must be {what}, not {value!r}")
+            raise OptionError(f"{name} must be {what}, not {given!r}")
         if not low <= value <= high:
             until = "" if high == math.inf else f" and at most {high}"
-            raise OptionError(f"{name} must be at least {low}{until}, not {value}")
+            raise OptionError(f"{name} must be at least {low}{until}, not {given}")
+        object.__setattr__(self, name, value)
 
     @property
     def penalised(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxllm import interrupts
 from jaxllm.engine.base import Engine
 from jaxllm.engine.generate import chunk_sizes
 from jaxllm.engine.sampling import TOPS
@@ -21,11 +22,14 @@ def warm_up(engine: Engine, plan: Plan, places: int) -> None:
         hidden = None
         for position in engine.rehearse(size):
             tokens, starts = np.zeros((rows, size), np.int32), np.full(rows, position, np.int32)
-            hidden = engine.forward(tokens, 0, starts)
+            with interrupts.kept():
+                hidden = engine.forward(tokens, 0, starts)
             if (rows, size) == (options.slots, 1):
-                engine.greedy(tokens[:, 0], starts)
+                with interrupts.kept():
+                    engine.greedy(tokens[:, 0], starts)
         for top in (0, *TOPS):
-            engine.logits(hidden, np.zeros((rows, 1), np.int32), top)
+            with interrupts.kept():
+                engine.logits(hidden, np.zeros((rows, 1), np.int32), top)
         if size > 1:
             engine.logits(hidden, np.zeros((rows, min(size, places)), np.int32), 0)
     if options.slots > 1:

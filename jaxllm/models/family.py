@@ -35,8 +35,36 @@ def read_positive(meta: Metadata, key: str, value: Any) -> float:
     return number
 
 
+def refuse_unread(meta: Metadata, window: bool) -> None:
+    """ModelError for settings that llama.cpp applies to every architecture and this package does
+    not; `window` says that the family has layers with a sliding window.
+
+    All other keys count only for architectures whose loader in llama.cpp reads them; files carry
+    many that theirs does not (attention.scale, logit_scale, clamps, soft caps, windows, ...).
+    """
+    for key, value in (("attention.causal", True), ("rope.scaling.attn_factor", 1.0)):
+        if meta.get(key, value) != value:
+            raise ModelError(
+                f"{meta.architecture}.{key} is {meta.get(key)!r}; only models with {value!r} are "
+                "supported"
+            )
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        own, full = meta.get(f"{key}_swa"), meta.get(key)
+        if window and own not in (None, full):
+            raise ModelError(
+                f"{meta.architecture}.{key}_swa is {own!r} and {key} {full!r}; layers with a "
+                "window must have the sizes of those without"
+            )
+    groups = int(meta.get("expert_group_count", 0))
+    if groups > 1:
+        raise ModelError(
+            f"{meta.architecture}.expert_group_count is {groups}; experts in groups are not "
+            "supported"
+        )
+
+
 def read_rope(
-    meta: Metadata, k_dim: int, pairs: Literal["neighbours", "halves"], tensors: Tensors
+    meta: Metadata, k_dim: int, pairs: Literal["neighbours", "halves"], factors: bool
 ) -> Rope:
     """The rope of layers without a window. Linear scaling is read; other kinds are refused."""
     kind = meta.get("rope.scaling.type", "linear")  # llama.cpp's default
@@ -52,7 +80,7 @@ def read_rope(
         dim=int(meta.get("rope.dimension_count", k_dim)),
         pairs=pairs,
         scale=float(scale) or 1.0,
-        factors="rope_freqs.weight" in tensors,
+        factors=factors,
     )
 
 
@@ -76,13 +104,17 @@ def read_layer(
     tensors: Tensors,
     pairs: Literal["neighbours", "halves"],
     experts: bool = False,
+    rope_factors: bool = False,
+    window: bool = False,
     **changes: Any,
 ) -> list[LayerConfig]:
     """The layers as plain decoders have them; `changes` sets a field of every layer.
 
-    Head counts and MLP columns may differ by layer (arrays in the metadata). `experts` says that
-    the family has a form with a mixture of them.
+    Head counts and MLP columns may differ by layer (arrays in the metadata). The switches say what
+    the family has: a form with a mixture of experts, frequency factors as a tensor, layers with a
+    sliding window (which the family reads).
     """
+    refuse_unread(meta, window)
     changes = read_experts(meta, experts) | changes
     embed = meta.require("embedding_length", int)
     count = meta.require("block_count", int)
@@ -106,7 +138,7 @@ def read_layer(
                 "attention.key_length is missing"
             )
         k_dim = int(meta.get("attention.key_length", embed // n))
-        rope = read_rope(meta, k_dim, pairs, tensors)
+        rope = read_rope(meta, k_dim, pairs, rope_factors and "rope_freqs.weight" in tensors)
         if k_dim <= 0 or rope.dim > k_dim or rope.dim <= 0 or rope.dim % 2:
             raise ModelError(
                 f"rope.dimension_count {rope.dim} does not fit attention.key_length {k_dim}"
@@ -118,12 +150,17 @@ def read_layer(
             v_dim=int(meta.get("attention.value_length", embed // n)),
             mlp=f,
             rope=rope,
-            scale=float(meta.get("attention.scale", 0.0)) or 1.0 / sqrt(k_dim),
+            scale=1.0 / sqrt(k_dim),
             eps=eps,
             qkv_bias=f"blk.{i}.attn_q.bias" in tensors,
         )
         layers.append(LayerConfig(**(fields | changes)))
     return layers
+
+
+def in_window(layer: int, period: int) -> bool:
+    """Whether a layer has the window: all but the last of each `period`, and all for period 0."""
+    return period == 0 or layer % period < period - 1
 
 
 def read_model(

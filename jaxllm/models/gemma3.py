@@ -8,7 +8,7 @@ from math import sqrt
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import SandwichBlock
-from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
+from jaxllm.models.family import Family, Tensors, in_window, read_layer, read_model, read_positive
 
 LAYERS_OF_27B = 62  # its queries are scaled by the width a head, not by the head dim
 
@@ -20,14 +20,14 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     period = int(meta.get("attention.sliding_window_pattern", 6))
     key = "rope.freq_base_swa"
     local_theta = read_positive(meta, key, meta.get(key, 10000.0))
-    layers = read_layer(meta, tensors, pairs="halves", activation="gelu", qk_norm=True)
+    layers = read_layer(
+        meta, tensors, pairs="halves", window=window is not None, activation="gelu", qk_norm=True
+    )
 
     def adapt(i: int, layer: LayerConfig) -> LayerConfig:
         if len(layers) == LAYERS_OF_27B:
-            layer = replace(layer, scale=1.0 / sqrt(embed / (layer.kv_heads * layer.q_per_kv)))
-        else:
-            layer = replace(layer, scale=1.0 / sqrt(layer.k_dim))
-        if window is None or (period and i % period == period - 1):
+            layer = replace(layer, scale=1.0 / sqrt(embed // (layer.kv_heads * layer.q_per_kv)))
+        if window is None or not in_window(i, period):
             return layer
         rope = replace(layer.rope, theta=local_theta, scale=1.0)
         return replace(layer, window=window, rope=rope)

@@ -10,7 +10,7 @@ from jaxllm.models.family import Family, Tensors, read_layer, read_model
 
 def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """GGUF's llama files hold permuted Q and K rows, so rope turns neighbouring pairs."""
-    layers = read_layer(meta, tensors, pairs="neighbours", experts=True)
+    layers = read_layer(meta, tensors, pairs="neighbours", experts=True, rope_factors=True)
     return read_model(meta, tensors, layers)
 
 

@@ -5,13 +5,15 @@ of the text first, longest first; with `parse_special=False` only user-defined o
 """
 
 import codecs
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxllm.errors import TokenizerError
+from jaxllm.errors import PromptError, TokenizerError
 from jaxllm.gguf.reader import GGUFFile
 from jaxllm.text.bpe import BpeEncoder, byte_of_char
 from jaxllm.text.chat import render
+from jaxllm.text.guard import Guard
 from jaxllm.text.spm import SpmEncoder
 from jaxllm.text.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocab, read_vocab
 
@@ -30,11 +32,8 @@ class Tokenizer:
         self.add_bos = vocab.add_bos
         self.add_eos = vocab.add_eos
         self._encoder = SpmEncoder(vocab) if vocab.kind == "llama" else BpeEncoder(vocab)
-        hidden = CONTROL | UNKNOWN
         self._parsed = [(vocab.texts[i], i) for i in vocab.special]
-        self._plain = [
-            (text, i) for text, i in self._parsed if not int(vocab.attributes[i]) & hidden
-        ]
+        self._plain = [(text, i) for text, i in self._parsed if not self._is_control(i)]
 
     @property
     def vocab_size(self) -> int:
@@ -61,13 +60,15 @@ class Tokenizer:
         plain text, so that untrusted text cannot forge them. Lone surrogates, which are no text,
         are read as U+FFFD.
         """
-        if not text.isascii():
-            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        parts = self._partition(_well_formed(text), self._parsed if parse_special else self._plain)
+        return self._encode_parts(parts, add_special)
+
+    def _encode_parts(self, parts: list[str | int], add_special: bool) -> list[int]:
         ids: list[int] = []
         if add_special and self.add_bos and self.bos is not None:
             ids.append(self.bos)
         after_special = True
-        for part in self._partition(text, self._parsed if parse_special else self._plain):
+        for part in parts:
             if isinstance(part, int):
                 ids.append(part)
                 after_special = True
@@ -136,31 +137,68 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Ids of `render_chat`, with one BOS where the model asks for it or the template has it."""
-        text = self.render_chat(
-            messages, add_generation_prompt, chat_template=chat_template, **variables
-        )
-        has_bos = bool(self.bos_text) and text.startswith(self.bos_text)
-        return self.encode(text, add_special=not has_bos, parse_special=True)
+        """Ids of `render_chat`, with one BOS where the model asks for it or the template has it.
 
-    def _partition(self, text: str, special: list[tuple[str, int]]) -> list[str | int]:
-        """Text and special ids in order; longer specials are found first, wherever they are."""
+        Control tokens are the template's own: their texts in messages (but for roles) and in
+        `variables` are plain text. PromptError where that cannot be told, because the template
+        treats such a text in a way of its own.
+        """
+
+        def text_of(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+            text = self.render_chat(
+                messages, add_generation_prompt, chat_template=chat_template, **variables
+            )
+            return _well_formed(text)
+
+        text = text_of(messages, variables)
+        guard = Guard((name for name, token in self._parsed if self._is_control(token)), text)
+        guarded = text_of(guard.hide_messages(messages), guard.hide(variables))
+        if guard.show(guarded) != text:
+            raise PromptError(
+                "a message holds the text of a control token, such as "
+                f"{self._control_in(messages)!r}, and the chat template does not treat it as "
+                "text; remove it from the message"
+            )
+        has_bos = bool(self.bos_text) and guarded.startswith(self.bos_text)
+        return self._encode_parts(self._partition(guarded, self._parsed, guard), not has_bos)
+
+    def _control_in(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a control token that is in the messages."""
+        said = json.dumps(list(messages), ensure_ascii=False, default=str)
+        names = (name for name, token in self._parsed if self._is_control(token))
+        return next((name for name in names if name in said), self.eos_text)
+
+    def _is_control(self, token: int) -> bool:
+        return bool(int(self.vocab.attributes[token]) & (CONTROL | UNKNOWN))
+
+    def _partition(
+        self, text: str, special: list[tuple[str, int]], guard: Guard | None = None
+    ) -> list[str | int]:
+        """Text and special ids in order; longer specials are found first, wherever they are.
+
+        In a guarded text control tokens are not found where a message has them; others are.
+        """
         parts: list[str | int] = [text] if text else []
+        show = guard.show if guard else str
         for name, token in special:
-            if name not in text:
+            seen = str if self._is_control(token) else show  # the text that the name may be in
+            if name not in seen(text):
                 continue
             cut: list[str | int] = []
             for part in parts:
                 if isinstance(part, int):
                     cut.append(part)
                     continue
-                first, *rest = part.split(name)
-                cut.append(first)
+                first, *rest = seen(part).split(name)
+                at = len(first)
+                cut.append(part[:at])
                 for each in rest:
+                    at += len(name) + len(each)
+                    after = part[at - len(each) : at]
                     strip = token in self.vocab.strips_right
-                    cut += [token, each.lstrip(_C_SPACES) if strip else each]
+                    cut += [token, after.lstrip(_C_SPACES) if strip else after]
             parts = [part for part in cut if part != ""]
-        return parts
+        return [part if isinstance(part, int) else show(part) for part in parts]
 
 
 class StreamDecoder:
@@ -189,6 +227,12 @@ def load_tokenizer(file: GGUFFile) -> Tokenizer | None:
         return None
     template = file.metadata.get("tokenizer.chat_template")
     return Tokenizer(read_vocab(file.metadata), template if isinstance(template, str) else None)
+
+
+def _well_formed(text: str) -> str:
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _utf8(text: str) -> bytes:

@@ -18,7 +18,7 @@ Change = Callable[[Tensors], Any]
 
 METADATA: Mapping[str, tuple[str, Any]] = {
     "block_count": ("uint32", LAYERS),
-    "context_length": ("uint32", 4096),
+    "context_length": ("uint32", 65536),
     "embedding_length": ("uint32", EMBED),
     "feed_forward_length": ("uint32", MLP),
     "attention.head_count": ("uint32", HEADS),

@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -22,6 +18,7 @@ from jaxllm.cli.options import SAMPLING, sampling_arguments, split_arguments
 from sharding import PlanOptions
 
 Cli = Callable[..., tuple[int, str, str]]
+COMMANDS = ("generate", "plan", "inspect", "fetch", "models", "links", "bench")
 TINY = ("-c", "64", "--page", "16", "-ub", "16", "--devices", "1")
 GREEDY = ("--temp", "0", "-n", "12", "--ignore-eos")
 pytestmark = pytest.mark.smoke
@@ -30,11 +27,19 @@ pytestmark = pytest.mark.smoke
 def test_alone_it_prints_help(cli: Cli):
     code, out, _ = cli()
     assert code == 0
-    for command in ("generate", "plan", "inspect", "fetch", "models", "bench"):
+    for command in COMMANDS:
         assert command in out
 
 
-@pytest.mark.parametrize("command", ["generate", "plan", "inspect", "fetch", "models", "bench"])
+def test_help_says_what_an_option_needs(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["plan", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    shares = out[out.index("--attn-split SHARES") :]
+    assert "needs -sm tensor" in shares[: shares.index("--no-kv-offload")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         make_parser().parse_args([command, "--help"])
@@ -164,6 +169,27 @@ def test_plan_loads_no_weights(cli: Cli, small: str, monkeypatch: pytest.MonkeyP
     assert len(found["devices"]) == 3
 
 
+def test_a_context_beyond_the_trained_one_is_warned_of_once(cli: Cli, small: str):
+    with pytest.warns(UserWarning) as said:
+        assert cli("plan", small, "--devices", "1", "-c", "65537")[0] == 0
+    (warning,) = said
+    assert "65537 positions is longer than the 65536" in str(warning.message)
+    assert cli("plan", small, "--devices", "1", "-c", "65536")[0] == 0
+
+
+def test_measuring_links_is_said(
+    cli: Cli, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr("jaxllm.progress.measure_link", lambda device, how: 5.0)
+    plan = ("plan", small, "--devices", "2", "-nkvo", "-kvgl", "1")
+    assert cli(*plan, "--link-gbps", "5,5")[2] == ""
+    first, second = cli(*plan)[2].splitlines()
+    assert first.startswith("measuring the link of cpu:0 by copies of ") and "cpu:1" in second
+    assert "--link-gbps" in first
+    assert cli(*plan)[2] == ""
+
+
 def test_inspect_tells_everything(cli: Cli, small: str):
     found = json.loads(cli("inspect", small, "--json")[1])
     assert found["architecture"] == "llama" and found["name"] == "small"
@@ -213,7 +239,7 @@ def test_options_reach_the_plan_under_their_names():
     line = (
         "generate x -sm tensor -ts 3,1 -as 2,1 -nkvo -ctk q8_0 -ctv bf16 --no-kv-rotate -c 99"
         " -np 3 -ub 64 --dtype float16 --engine staged --rounding llama.cpp --dither --kv-replicate"
-        " --page 32 --group-pages 5 --prefetch 6 --devices 2 -kvgl 4 --kv-device-bytes auto"
+        " --page 32 --group-pages 5 --prefetch 6 --devices 2 -kvgl 4 --kv-device-bytes 1.5G"
         " --link-gbps 24.2,3.3 --no-kv-pinned"
     )
     args = make_parser().parse_args(line.split())
@@ -226,7 +252,7 @@ def test_options_reach_the_plan_under_their_names():
         "cache_type_k": "q8_0",
         "cache_type_v": "bf16",
         "kv_gpu_layers": 4,
-        "kv_device_bytes": "auto",
+        "kv_device_bytes": "1.5G",
         "kv_pinned": False,
         "link_gbps": "24.2,3.3",
         "kv_rotate": False,
@@ -263,55 +289,3 @@ def test_options_reach_sampling_with_its_defaults():
         5, 0.5, 3, 0.4, 0.1, 1.1, -1, 0.2, 0.3, 7, ("a", "b"), True, 2
     )
     assert sampling_arguments(make_parser().parse_args(["generate", "x", "-s", "-1"])) == {}
-
-
-def _code() -> str:
-    """A jaxllm process in which Ctrl-C means what it means at a terminal."""
-    return (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from jaxllm.cli.main import main; print('up', file=sys.stderr); sys.exit(main())"
-    )
-
-
-@contextmanager
-def child(*argv: str) -> Iterator[tuple[subprocess.Popen[bytes], BinaryIO, BinaryIO]]:
-    """A process of `jaxllm`, its stdout and its stderr, from when its imports are done."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", _code(), *argv]
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, stdin=pipe, bufsize=0) as process:
-        assert process.stdout is not None and process.stderr is not None
-        try:
-            assert process.stderr.readline() == b"up\n"
-            yield process, process.stdout, process.stderr  # type: ignore[misc]
-        finally:
-            process.kill()
-
-
-ENDLESS = ("-n", "1000000", "-c", "60000", "--ignore-eos", "--devices", "1")
-
-
-def test_ctrl_c_ends_with_a_new_line_and_130(small: str):
-    with child("generate", "hello", "-m", small, *ENDLESS) as (process, out, err):
-        assert out.read(1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        assert err.read() == b"\n"
-
-
-def test_ctrl_c_while_waiting_for_the_prompt():
-    with child("generate", "-") as (process, _, err):
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        assert err.read() == b"\n"
-
-
-@pytest.mark.parametrize("argv", [("models",), ("generate", "hello", *ENDLESS)])
-def test_a_reader_that_goes_away(argv: tuple[str, ...], small: str):
-    generates = argv[0] == "generate"
-    with child(*argv, *(("-m", small) if generates else ())) as (process, out, err):
-        if generates:
-            assert out.read(1)
-        out.close()
-        assert process.wait(timeout=60) == 141
-        assert err.read() == b""

@@ -168,6 +168,19 @@ def test_a_plan_that_does_not_fit_is_shown_and_refused(
     assert issubclass(DoesNotFit, ShardingError)
 
 
+def test_copies_that_memory_has_no_room_for(refused: Refused):
+    message = refused("links", "--devices", "1", "--copy-mib", "1,99999999")
+    assert "--copy-mib 99999999 needs" in message and "--prefetch" in message
+
+
+def test_memory_that_runs_out_is_one_sentence(refused: Refused, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise MemoryError("Unable to allocate")
+
+    monkeypatch.setattr("jaxllm.gguf.open_gguf", fail)
+    assert "not enough memory" in refused("plan", "x.gguf")
+
+
 def test_a_prompt_longer_than_the_context(refused: Refused, small: str):
     message = refused("generate", "-m", small, "x" * 65, "--devices", "1", *TINY)
     assert "65 tokens" in message and "64" in message and "-c" in message

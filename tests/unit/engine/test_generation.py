@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -35,6 +37,11 @@ def _llm(kind: str) -> LLM:
 
 def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0)
+
+
+def drawn(count: int) -> SamplingParams:
+    """With logits on the host at every step."""
+    return SamplingParams(max_tokens=count, temperature=0.7, seed=3)
 
 
 def work_off(llm: LLM, requests: list[Request]) -> list[tuple[Request, int | None]]:
@@ -284,7 +291,7 @@ def test_an_exception_thrown_into_the_iterator():
 
 @EVERY_KIND
 @pytest.mark.parametrize("step", [0, 1, 2, 6])
-@pytest.mark.parametrize("method", ["forward", "settle"])
+@pytest.mark.parametrize("method", ["forward", "settle", "greedy"])
 def test_an_interrupt_leaves_a_usable_llm(
     kind: str, step: int, method: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -300,8 +307,9 @@ def test_an_interrupt_leaves_a_usable_llm(
         return original(*args)
 
     monkeypatch.setattr(llm.engine, method, interrupted)
+    params = greedy(20) if method == "greedy" else drawn(20)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([random_ids(20), random_ids(33)], greedy(20))
+        llm.generate([random_ids(20), random_ids(33)], params)
     monkeypatch.undo()
     assert_usable(llm)
 
@@ -389,6 +397,16 @@ def test_a_pure_step_out_of_bounds_gives_no_numbers():
         step(params, cache, jnp.ones((2, ubatch + 1), jnp.int32), jnp.zeros(2, jnp.int32))
 
 
+def test_a_pure_step_of_an_unknown_token_gives_no_numbers():
+    llm = _llm("fused")
+    step, params, cache = llm.step_fn()
+    tokens = np.ones((2, 4), np.int32)
+    for bad in (-1, llm.config.vocab, 2**30):
+        tokens[1, 2] = bad
+        logits, _ = step(params, cache, jnp.asarray(tokens), jnp.zeros(2, jnp.int32))
+        assert np.isfinite(logits[0]).all() and np.isnan(logits[1]).all()
+
+
 def test_a_pure_step_needs_one_device():
     with pytest.raises(OptionError, match="step_fn"):
         _llm("host").step_fn()
@@ -408,7 +426,7 @@ def test_logits_of_lists(kind: str):
 
 def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pytest.MonkeyPatch):
     """It comes when the rings are given away and their successors are not yet kept."""
-    for kind, module, name in (("fused", fused, "_forward"), ("host", staged, "stage")):
+    for kind, module, name in (("fused", fused, "_greedy"), ("host", staged, "stage")):
         llm = _llm(kind)
         expected = llm.generate([random_ids(20)], greedy(5))[0].token_ids
         right, calls = getattr(module, name), iter(range(100))
@@ -453,3 +471,43 @@ def test_running_ahead_changes_no_token():
     assert plain[2][1] == "stop"
     ahead = True
     assert answers() == plain
+
+
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Ctrl-C as Python has it, whatever the tests were started from."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@EVERY_KIND
+@pytest.mark.usefixtures("heeds_interrupts")
+def test_an_interrupt_that_a_callback_drops_ends_generation(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """In a chunk of the prompt, and in a decode step."""
+
+    class Dropping:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: None)
+    llm = _llm(kind)
+    prompts = [random_ids(40)]
+    expected = llm.generate(prompts, drawn(5))[0].token_ids
+    forward = llm.engine.forward
+    for at in (0, 5):
+        calls = iter(range(100))
+
+        def dropping(*args: Any, calls: Any = calls, at: int = at) -> Any:
+            if next(calls) == at:
+                Dropping()
+            return forward(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "forward", dropping)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, drawn(5))
+        assert next(calls) == at + 1
+        assert llm.generate(prompts, drawn(5))[0].token_ids == expected

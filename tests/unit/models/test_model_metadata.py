@@ -1,0 +1,107 @@
+"""Which keys of a file change a model: those that llama.cpp reads for its architecture."""
+
+from __future__ import annotations
+
+from math import sqrt
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxllm import ModelConfig, ModelError
+from jaxllm.gguf.metadata import Metadata
+from jaxllm.models.registry import FAMILIES, family
+
+SIZES = {
+    "embedding_length": 256,
+    "block_count": 6,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "feed_forward_length": 320,
+}
+WINDOWED = ("gemma2", "gemma3")
+
+
+def configured(architecture: str, tensors: tuple[str, ...] = (), **keys: Any) -> ModelConfig:
+    """The config of a small model whose file also has these keys, dots written as double
+    underscores."""
+    given = SIZES | {key.replace("__", "."): value for key, value in keys.items()}
+    meta = Metadata({f"{architecture}.{k}": v for k, v in given.items()}, architecture)
+    names = ("token_embd.weight", *tensors)
+    there: Any = {name: SimpleNamespace(shape=(130, 256)) for name in names}
+    return family(architecture).configure(meta, there)
+
+
+UNREAD: tuple[dict[str, Any], ...] = (
+    dict(attention__scale=0.5, logit_scale=2.0, residual_scale=2.0, embedding_scale=2.0),
+    dict(attention__clamp_kqv=0.1, attention__max_alibi_bias=8.0),
+    dict(attention__layer_norm_epsilon=0.1, attention__key_length_mla=8),
+    dict(router_logit_softcapping=5.0, attn_output_scale=0.5, attention__temperature_scale=3.0),
+    dict(expert_weights_scale=2.0, expert_group_scale=2.0, expert_gating_func=2),
+    dict(rope__scaling__original_context_length=7, rope__scaling__finetuned=True),
+    dict(rope__scaling__alpha=2.0, pooling_type=1),
+)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("keys", UNREAD)
+def test_keys_that_are_not_read_change_nothing(architecture: str, keys: dict[str, Any]):
+    assert configured(architecture, **keys) == configured(architecture)
+
+
+@pytest.mark.parametrize("architecture", [a for a in FAMILIES if a not in WINDOWED])
+def test_without_windows_their_keys_change_nothing(architecture: str):
+    keys = dict(attention__sliding_window=24, attention__sliding_window_pattern=2)
+    more = dict(rope__freq_base_swa=5.0, attention__key_length_swa=32)
+    caps = dict(attn_logit_softcapping=5.0, final_logit_softcapping=5.0)
+    assert configured(architecture, **keys, **more, **caps) == configured(architecture)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention__causal", False),
+        ("rope__scaling__attn_factor", 1.5),
+        ("expert_group_count", 2),
+        ("rope__scaling__type", "yarn"),
+    ],
+)
+def test_what_every_architecture_reads_is_refused(architecture: str, key: str, value: Any):
+    with pytest.raises(ModelError, match=key.replace("__", ".")) as found:
+        configured(architecture, **{key: value})
+    assert str(value) in str(found.value)
+    usual = dict(attention__causal=True, rope__scaling__attn_factor=1.0, expert_group_count=0)
+    assert configured(architecture, **usual) == configured(architecture)
+
+
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_window_layers_of_another_size_are_refused(architecture: str):
+    window = dict(attention__sliding_window=24)
+    same = dict(attention__key_length=64, attention__key_length_swa=64)
+    assert configured(architecture, **window, **same) == configured(architecture, **window)
+    for key in ("attention__key_length", "attention__value_length", "rope__dimension_count"):
+        sizes = {key: 64, f"{key}_swa": 32}
+        with pytest.raises(ModelError, match="_swa is 32"):
+            configured(architecture, **window, **sizes)
+
+
+def test_gemma2_reads_pattern_and_base_of_windows():
+    usual = configured("gemma2", attention__sliding_window=24)
+    assert [layer.window for layer in usual.layers] == [24, None] * 3
+    keys = dict(attention__sliding_window_pattern=3, rope__freq_base_swa=500.0)
+    found = configured("gemma2", attention__sliding_window=24, **keys)
+    assert [layer.window for layer in found.layers] == [24, 24, None] * 2
+    assert [layer.rope.theta for layer in found.layers] == [500.0, 500.0, 10000.0] * 2
+    assert found.layers[0].scale == 1.0 / sqrt(64)
+    for key in ("attention__sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        with pytest.raises(ModelError, match="positive"):
+            configured("gemma2", **{key: 0})
+
+
+def test_frequency_factors_are_llamas():
+    there = ("rope_freqs.weight",)
+    assert configured("llama", there).layers[0].rope.factors
+    for architecture in FAMILIES:
+        assert architecture == "llama" or not configured(architecture, there).layers[0].rope.factors
