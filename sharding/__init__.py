@@ -11,13 +11,16 @@ and no jax.
     cache_types.py  bytes of a cached row             plan.py       the plan
     sizes.py      its bytes                           residency.py  which pages stay
     report.py     the plan as text                    links.py      measured link rates
-    exchange.py   partials to sums, by copies
+    exchange.py   partials to sums, by copies         fabric.py     wires between devices
+    cost.py       the time of a step
 """
 
 from sharding.axes import AXES, Axis, axis
 from sharding.cache_types import CACHE_BLOCKS, is_quantised, rotates, row_bytes
+from sharding.cost import CostModel, StepTime, calibrated
 from sharding.errors import DoesNotFit, PlanError, ShardingError, ShareError
 from sharding.exchange import exchange
+from sharding.fabric import Fabric
 from sharding.llama_cpp import (
     attention_granularity,
     llama_cpp_cut,
@@ -38,8 +41,10 @@ __all__ = [
     "AXES",
     "CACHE_BLOCKS",
     "Axis",
+    "CostModel",
     "DeviceInfo",
     "DoesNotFit",
+    "Fabric",
     "Kept",
     "LayerPlan",
     "LayerShape",
@@ -51,6 +56,7 @@ __all__ = [
     "Residency",
     "ShardingError",
     "ShareError",
+    "StepTime",
     "TensorShape",
     "apportion",
     "apportion_blocks",
@@ -58,6 +64,7 @@ __all__ = [
     "attention_granularity",
     "axis",
     "backend_started",
+    "calibrated",
     "ensure_devices",
     "exchange",
     "format_bytes",
