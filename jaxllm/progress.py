@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from jaxllm.models.weights import Progress as Report
 from sharding import Plan
@@ -24,3 +31,16 @@ def loading(plan: Plan, show: bool) -> Iterator[Report | None]:
         total = sum(plan.weight_bytes(i) for i in range(len(plan.mesh)))
         task = bar.add_task("loading", total=total)
         yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def counting(what: str, total: int, show: bool) -> Iterator[Callable[[str], None]]:
+    """A bar over `total` things; what is yielded is told of each, with a text to show beside it."""
+    if not (show and sys.stderr.isatty()):
+        yield lambda text: None
+        return
+    texts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (*texts, TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total, text="")
+        yield lambda text: bar.update(task, advance=1, text=text)
