@@ -12,13 +12,14 @@ and no jax.
     sizes.py      its bytes                           residency.py  which pages stay
     report.py     the plan as text                    links.py      measured link rates
     exchange.py   partials to sums, by copies         fabric.py     wires between devices
-    cost.py       the time of a step
+    cost.py       the time of a step                  fit.py        the fastest plan that fits
+    fit_tables.py, fit_layers.py, fit_tensor.py, fit_report.py   its figures, searches and report
 """
 
 from sharding.axes import AXES, Axis, axis
 from sharding.cache_types import CACHE_BLOCKS, is_quantised, rotates, row_bytes
 from sharding.cost import CostModel, StepTime, calibrated
-from sharding.errors import DoesNotFit, PlanError, ShardingError, ShareError
+from sharding.errors import DoesNotFit, FitError, PlanError, ShardingError, ShareError
 from sharding.exchange import exchange
 from sharding.fabric import Fabric
 from sharding.llama_cpp import (
@@ -45,6 +46,7 @@ __all__ = [
     "DeviceInfo",
     "DoesNotFit",
     "Fabric",
+    "FitError",
     "Kept",
     "LayerPlan",
     "LayerShape",

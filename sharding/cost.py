@@ -17,6 +17,8 @@ device has room for (`Plan.staging_bytes`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -94,8 +96,8 @@ class CostModel:
         self.plan = plan
         used = plan.used_devices
         infos = plan.mesh.devices
-        self._read = _rates(infos, used, "read_gbps", 1e9)
-        self._flops = _rates(infos, used, "tflops", 1e12)
+        self._read = rates_of(infos, used, "read_gbps", 1e9)
+        self._flops = rates_of(infos, used, "tflops", 1e12)
         layers, devices = len(plan.layers), len(plan.mesh)
         # Bytes and values of weights; those of a mixture apart, for a token reads few of them.
         self._attn = _Weights.none(layers, devices)
@@ -105,6 +107,12 @@ class CostModel:
         for tensor in plan.tensors:
             self._count(tensor)
         self._groups = np.array([_counts(plan, layer.groups) for layer in plan.layers], float)
+
+    def under(self, plan: Plan) -> CostModel:
+        """Of a plan that cuts weights as this one does, with other options."""
+        found = copy(self)
+        found.plan = plan
+        return found
 
     def decode(self, position: int) -> StepTime:
         """One token of every slot, each with `position` earlier ones."""
@@ -153,10 +161,9 @@ class CostModel:
 
     def _step(self, tokens: int, rows: int, position: int, seen: float) -> StepTime:
         plan, options, fabric = self.plan, self.plan.options, self.plan.mesh.fabric
-        attn, mlp = self._layer_seconds(tokens, rows, seen)
-        head = self._seconds(self._head[0], 2 * rows * self._head[1])
+        attn, mlp, head = (self._seconds(*part) for part in self.work(tokens, rows, seen))
         sent = np.array([rows * plan.link_bytes(d, position) for d in range(len(plan.mesh))], float)
-        rates = _rates(plan.mesh.devices, np.flatnonzero(sent), "link_gbps", 1e9)
+        rates = rates_of(plan.mesh.devices, np.flatnonzero(sent), "link_gbps", 1e9)
         links = sent / rates
         payload = tokens * plan.model.embed * options.itemsize
         dispatch = self._programs(position) * fabric.dispatch_us * 1e-6
@@ -172,8 +179,9 @@ class CostModel:
         staging = np.array([plan.staging_bytes(d) for d in range(len(plan.mesh))], float)
         return StepTime(turns, exchange, dispatch, tuple(links), tuple(staging / rates))
 
-    def _layer_seconds(self, tokens: int, rows: int, seen: float) -> tuple[Floats, Floats]:
-        """Of attention and of the MLP; `seen` is the mean of a token's earlier positions."""
+    def work(self, tokens: int, rows: int, seen: float) -> tuple[tuple[Floats, Floats], ...]:
+        """Bytes read and operations, by layer and device, of attention and of MLPs, and by device
+        of the head; `seen` is the mean of a token's earlier positions."""
         plan = self.plan
         read, score, used = [], [], []
         for shape in plan.model.layers:
@@ -184,14 +192,14 @@ class CostModel:
         repeat = np.array([layer.replication for layer in plan.layers], float)
         cache = np.array(read)[:, None] * self._groups
         scores = (np.array(score) / repeat)[:, None] * self._groups
-        attn = self._seconds(self._attn.bytes + cache, 2 * tokens * self._attn.values + scores)
+        attn = self._attn.bytes + cache, 2 * tokens * self._attn.values + scores
         part = np.array(used)[:, None]
         touched = 1 - (1 - part) ** tokens  # experts that any of the tokens is sent to, expected
-        mlp = self._seconds(
+        mlp = (
             self._mlp.bytes + touched * self._experts.bytes,
             2 * tokens * (self._mlp.values + part * self._experts.values),
         )
-        return attn, mlp
+        return attn, mlp, (self._head[0], 2 * rows * self._head[1])
 
     def _seconds(self, size: Floats, operations: Floats) -> Floats:
         return np.maximum(size / self._read, operations / self._flops)
@@ -219,7 +227,7 @@ class CostModel:
         count = len(plan.used_devices)
         for shape, layer in zip(plan.model.layers, plan.layers, strict=True):
             live = len(live_pages(options, position, shape.window))
-            folds = _groups_of(live, options.group_pages)
+            folds = groups_of(live, options.group_pages)
             stages = 2 if len(layer.devices) > 1 else 1
             count += stages * len(layer.devices) + folds * len(layer.attn_devices)
         return count
@@ -243,7 +251,7 @@ def _counts(plan: Plan, ranges: tuple[tuple[int, int], ...]) -> Floats:
     return np.full_like(counts, counts.max()) if plan.padded else counts
 
 
-def _groups_of(pages: int, largest: int) -> int:
+def groups_of(pages: int, largest: int) -> int:
     """How many groups of 1, 4, 16 ... pages, `largest` at most, hold so many pages."""
     count, size = pages // largest, largest
     pages %= largest
@@ -253,8 +261,12 @@ def _groups_of(pages: int, largest: int) -> int:
     return count
 
 
-def _rates(infos: tuple[DeviceInfo, ...], needed: object, name: str, unit: float) -> Floats:
-    """One rate a device; of those that are not needed any."""
+def rates_of(infos: Sequence[DeviceInfo], needed: object, name: str, unit: float) -> Floats:
+    """A rate of each device in units a second; any number for those that are not needed.
+
+    Raises:
+        PlanError: where a needed one is not known.
+    """
     found = np.ones(len(infos))
     for i in np.asarray(needed, int):
         rate = getattr(infos[i], name)

@@ -93,7 +93,7 @@ def gemma() -> tuple[ModelShape, list[TensorShape]]:
 
 
 def plan(model: Any, mesh: Mesh, **options: Any) -> Plan:
-    """A plan of `qwen()` or `gemma()` with llama.cpp's cuts, in small pages, for its cache has none."""
+    """A plan of `qwen()` or `gemma()` with llama.cpp's cuts, its pages small."""
     shape, tensors = model
     asked = {"page": 16, "group_pages": 16, "prefetch": 1, "itemsize": 2, "ubatch": 512} | options
     return make_plan(shape, mesh, PlanOptions(rounding="llama.cpp", **asked), tensors)
