@@ -64,6 +64,8 @@ class LLM:
         engine        "auto", "fused" or "staged"
         prefix_cache  keep what rows hold, so that a prompt that begins alike computes only the
                       rest; changes no bit of a result
+        fit           choose split, shares, place and type of the cache, ubatch and prefetch by a
+                      cost model, from this machine's measured rates; see docs/fit.md
         page, group_pages, prefetch  positions of a page, pages of a copy, copies in flight
         rounding, dither, kv_replicate   how heads are cut; see `sharding.PlanOptions`
     """

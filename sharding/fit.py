@@ -143,6 +143,9 @@ def fit(
     workload = workload or Workload.filling(options.ctx)
     search = _Search(model, mesh, options, tuple(tensors), allowed, workload)
     considered = search.run()
+    if mesh.fabric.host_memory is not None and not any(c.plan for c in considered):
+        search.spare_host = True
+        considered = search.run()
     best = min((c for c in considered if c.plan), key=lambda c: c.seconds, default=None)
     if best is None:
         raise _nothing_fits(search, considered)
@@ -163,6 +166,7 @@ class _Search:
     ):
         self.model, self.mesh, self.options = model, mesh, options
         self.tensors, self.allowed, self.workload = tensors, allowed, workload
+        self.spare_host = False  # look for cuts with little cache in host memory, too
 
     def run(self) -> list[Considered]:
         """All kinds of split with every pair of cache types, each with its best settings."""
@@ -217,7 +221,7 @@ class _Search:
                 yield f"all on {device.label}", "layer", i
         if len(devices) > 1 and "layer" in modes:
             yield LAYERS, "layer", -1
-            if self.mesh.fabric.host_memory is not None:
+            if self.spare_host:
                 yield "layer, least on the host", "layer", -1
         if "tensor" in modes:
             for n in range(2, len(devices) + 1):
@@ -403,4 +407,5 @@ def _fits(search: _Search, ctx: int) -> bool:
         least,
         Workload.filling(ctx),
     )
+    small.spare_host = True
     return any(small.plan(cut).plan is not None for cut in small.cuts())

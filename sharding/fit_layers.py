@@ -65,6 +65,7 @@ class _Spans:
         widest = np.maximum(self._most(np.maximum(t.attention, mlp)), t.logits * self._last)
         needed = self._sum(t.weights + t.ring) + outside + 4 * t.residual + widest
         room = t.cap[self._device] - needed
+        self.whole_fits = room[0, -1] + t.ring.sum() >= t.whole_ring.sum()
         pages, group = self._sum(t.pages), self._most(t.group)
         self._copies = t.copies * group
         self.resident = room >= pages
@@ -74,10 +75,15 @@ class _Spans:
         self._group = group * t.options.slots
         self.on_host = np.where(self.fits, pages - self._kept, np.inf)
 
+    def compute(self, stage: Stage) -> Floats:
+        """Seconds of computing."""
+        d = self._device
+        return self._sum(stage.attn[:, d] + stage.mlp[:, d]) + stage.head[d] * self._last
+
     def times(self, stage: Stage) -> tuple[Floats, Floats]:
         """Seconds of the turn and of the link."""
         d, t = self._device, self._tables
-        compute = self._sum(stage.attn[:, d] + stage.mlp[:, d]) + stage.head[d] * self._last
+        compute = self.compute(stage)
         cache = Slices.of(self._count, self._pages, self._sum(stage.live), self._group)
         sent = np.where(self.resident, 0.0, cache.streamed(self._kept))
         if t.link[d] > 0:
@@ -124,8 +130,12 @@ class LayerCuts:
 
     def alone(self, device: int) -> LayerCut | None:
         """All layers on one device; None where they do not fit."""
-        layers = len(self._tables.model.layers)
-        if not self._spans[device].fits[0, layers]:
+        layers, spans = len(self._tables.model.layers), self._spans[device]
+        if spans.whole_fits:
+            counts = tuple(layers * (d == device) for d in range(len(self._spans)))
+            t = self._tables
+            return LayerCut(counts, True, *(spans.compute(s)[0, -1] for s in (t.decode, t.prefill)))
+        if not spans.fits[0, layers]:
             return None
         return self._cut((0,) * device + (layers,) * (len(self._spans) - device))
 

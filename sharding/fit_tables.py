@@ -121,7 +121,8 @@ class Tables:
         weights: split and whole bytes of each layer; `grouped` of them follow KV groups, `columns`
             the MLP, the rest is on every device of the layer.
         vocab, outside: bytes of vocabulary tables, and of other tensors outside layers.
-        ring, pages: cache on the device in any case, and full pages.
+        ring, pages: cache on the device in any case, and full pages; `whole_ring` is a cache that
+            one program keeps on one device.
         group: of a group of pages; `copies` times as many are in flight while any is streamed.
         handed_on, attention, dense, fixed: of `sizes.layer_compute`, the MLP's as a part that
             follows its columns and one that does not.
@@ -172,16 +173,18 @@ class Tables:
 
     def _cache(self) -> None:
         options = self.options
-        ring, pages, groups = [], [], []
+        ring, pages, whole, groups = [], [], [], []
         for index, shape in enumerate(self.model.layers):
             slots = options.slots * shape.kv_heads * shape.owns_cache
             position = position_bytes(shape, options)
             full = full_pages(options, shape.window)
             ring.append(slots * position * ring_positions("staged", options, shape.window))
+            whole.append(slots * position * ring_positions("fused", options, shape.window))
             pages.append(slots * position * full * options.page)
             group = options.group_pages * self._probe.plan.page_bytes(index, 0) if full else 0
             groups.append(group)
         self.ring, self.pages, self.group = (np.array(x, float) for x in (ring, pages, groups))
+        self.whole_ring = np.array(whole, float)
         self.copies = max(1, options.prefetch)
 
     def _compute(self) -> None:

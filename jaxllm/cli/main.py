@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxllm import __version__
-from jaxllm.cli import bench, fetch, generate, inspection, links, models, perplexity, plan
+from jaxllm.cli import bench, fetch, fit, generate, inspection, links, models, perplexity, plan
 from jaxllm.cli.options import Parser
 from jaxllm.errors import JaxllmError
 from sharding.errors import ShardingError
@@ -36,7 +36,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"jaxllm {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for command in (generate, plan, inspection, fetch, models, links, bench, perplexity):
+    for command in (generate, plan, fit, inspection, fetch, models, links, bench, perplexity):
         command.add(subparsers)
     return parser
 
