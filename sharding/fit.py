@@ -179,6 +179,8 @@ class _Search:
         best = float("inf")
         ways = [sorted(cuts, key=lambda c: c.seconds) for cuts in found.values()]
         for cuts in sorted(ways, key=lambda cuts: cuts[0].seconds):
+            if self._alone(cuts[0]):
+                continue
             if cuts[0].seconds > best * MARGIN:
                 considered.append(self._bound(cuts[0]))
                 continue
@@ -188,8 +190,14 @@ class _Search:
             considered.append(one)
             if one.plan is not None:
                 best = min(best, one.seconds)
-        kinds = {c.kind for c in considered}
+        kinds = {kind for kind, _ in found}
         return considered + [c for c in none if c.kind not in kinds]
+
+    def _alone(self, cut: _Cut) -> bool:
+        """Whether the best cut of layers is one that a single device's row tells of."""
+        counts = cut.cut.counts if isinstance(cut.cut, LayerCut) else ()
+        none = "none" in self.allowed.split_modes
+        return none and cut.kind == LAYERS and sum(n > 0 for n in counts) == 1
 
     def settings(self) -> Iterator[PlanOptions]:
         """Every allowed pair of cache types, chunk and prefetch."""
@@ -206,8 +214,10 @@ class _Search:
             dither=False,
             rounding="nearest",
         )
+        chunks = self.allowed.ubatches
+        useful = [n for n in chunks if n <= base.ctx] or [min(chunks)]
         for k, v in self.allowed.cache_types:
-            for ubatch in self.allowed.ubatches:
+            for ubatch in useful:
                 for prefetch in self.allowed.prefetches:
                     types: dict[str, Any] = {"cache_type_k": k, "cache_type_v": v}
                     yield replace(base, ubatch=ubatch, prefetch=prefetch, **types)

@@ -112,8 +112,8 @@ class TensorCuts:
         if not len(bounds):
             return None
         most = rows.blocks(limit)  # [R, K + 1]
-        mlp = np.floor((left - bounds)[:, None] * SLACK / decode.block)  # [A, R]
-        mlp = np.where(decode.block > 0, mlp, self.blocks)
+        per = np.maximum(decode.block, 1e-30)  # 0 where computing does not depend on the cut
+        mlp = np.floor((left - bounds)[:, None] * SLACK / per)  # [A, R]
         taken = np.minimum(mlp[:, :, None], most[None])  # [A, R, K + 1]
         groups = np.arange(self.groups + 1)
         late = groups * decode.group[:, None] > bounds[:, None, None] * SLACK
