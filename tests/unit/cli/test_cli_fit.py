@@ -58,6 +58,7 @@ def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(calibration, "measure_rates", measure)
+    monkeypatch.setattr(calibration, "host_free", lambda: 1 << 34)
     return asked
 
 
@@ -66,12 +67,12 @@ def test_a_fit_for_a_machine_that_is_not_here(cli: Cli, small: str, machine: Pat
     code, out, _ = cli(*command, "--explain")
     assert code == 0
     assert "chosen" in out and "tensor over 3" in out and "limited by" in out
-    code, out, _ = cli(
-        *command, "--json", "-ctk", "f16,q8_0", "-ctv", "f16", "-p", "900", "-n", "9"
-    )
+    types = ("-ctk", "f16,bf16", "-ctv", "f16", "-p", "900", "-n", "9")
+    code, out, _ = cli(*command, *types, "--json")
     found = json.loads(out)
     assert found["workload"] == {"prompt": 900, "predict": 9}
-    assert {c["arguments"]["cache_type_k"] for c in found["considered"]} == {"f16"}
+    arguments = [c["arguments"] for c in found["considered"] if c["arguments"]]
+    assert {a["cache_type_k"] for a in arguments} == {"f16", "bf16"}
     assert f"options: {found['options']}" in cli(*command, *types)[1]
 
 
