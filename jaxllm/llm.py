@@ -65,6 +65,8 @@ class LLM:
         engine        "auto", "fused" or "staged"
         prefix_cache  keep what rows hold, so that a prompt that begins alike computes only the
                       rest; changes no bit of a result
+        fit           choose split, shares, place and type of the cache, ubatch and prefetch by a
+                      cost model, from this machine's measured rates; see docs/fit.md
         page, group_pages, prefetch  positions of a page, pages of a copy, copies in flight
         rounding, dither, kv_replicate   how heads are cut; see `sharding.PlanOptions`
     """
@@ -205,15 +207,23 @@ class LLM:
         """float32 [T, V]: row t is the logits after token t. A list of lists gives a list."""
         if not _is_prompt(ids) and len(ids) > 0:
             return [self.logits(each) for each in cast(Sequence[Sequence[int]], ids)]
-        prompt = self._checked(cast(Sequence[int], ids))
-        rows = []
+        return np.concatenate(list(self.logit_blocks(cast(Sequence[int], ids))))
+
+    def logit_blocks(self, ids: Sequence[int], first: int = 0) -> Iterator[np.ndarray]:
+        """The rows of `logits` from token `first` on, float32 [n, V] at a time: those of a long
+        text may take more memory than there is."""
+        prompt = self._checked(ids)
+        before = 0
         with self._engine_to_itself(), self._spare_row() as row:
             for hidden, used, size in prefill(self.engine, row, prompt, self.plan.options.ubatch):
                 places = min(size, LOGIT_PLACES)
                 for at in range(0, used, places):
-                    rows.append(self.engine.logits(hidden, at + np.arange(places)[None], 0))
-                    rows[-1] = rows[-1][: used - at]
-        return np.concatenate(rows)
+                    skip = max(0, first - before - at)
+                    if skip < min(places, used - at):
+                        here = at + np.arange(places)[None]
+                        rows = cast(np.ndarray, self.engine.logits(hidden, here, 0))
+                        yield rows[skip : used - at]
+                before += used
 
     def warmup(self) -> None:
         """Compile every program that prompts and batches of any length up to the context need."""

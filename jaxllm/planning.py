@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from inspect import signature
+from itertools import product
 from numbers import Integral
 from typing import Any
 
 from gguf import GGML_QUANT_SIZES
 
+from jaxllm.calibration import calibrated_mesh
 from jaxllm.engine.build import PlannedModel, plan_model
 from jaxllm.errors import ModelError, OptionError
 from jaxllm.gguf.metadata import Metadata
@@ -24,7 +26,11 @@ from jaxllm.models.weights import slots
 from jaxllm.progress import measure_aloud
 from jaxllm.runtime import default_dtype, links_file
 from sharding import Mesh, PlanOptions, parse_shares, position_bytes
+from sharding.fit import Allowed, Fit
+from sharding.fit import fit as fastest
+from sharding.fit_tables import Workload
 from sharding.links import Delivery, host_place, measure_link, measured, with_links
+from sharding.options import SplitMode
 
 DEFAULT_CTX = 2048
 DTYPES = ("float32", "bfloat16", "float16")
@@ -86,6 +92,70 @@ def check_names(arguments: Iterable[str], others: Iterable[str]) -> None:
             raise OptionError(f"there is no argument {name!r}; the nearest is {near[0]!r}")
 
 
+CHOSEN = (  # by a fit
+    "tensor_split",
+    "attn_split",
+    "kv",
+    "kv_gpu_layers",
+    "kv_device_bytes",
+    "kv_pinned",
+    "engine",
+    "prefetch",
+    "rounding",
+    "dither",
+    "kv_replicate",
+)
+
+
+def fit_config(
+    block: type[Block],
+    cfg: ModelConfig,
+    mesh: Mesh,
+    *,
+    mlp_block: int = 32,
+    link_gbps: str | Sequence[float] | None = None,
+    split_mode: SplitMode | None = None,
+    cache_type_k: str | Sequence[str] | None = None,
+    cache_type_v: str | Sequence[str] | None = None,
+    ubatch: int | None = None,
+    workload: Workload | None = None,
+    **arguments: Any,
+) -> Fit:
+    """The fastest split of a model over a mesh, whose rates are measured where it tells none.
+
+    Args:
+        split_mode, ubatch: the only one to consider, where given.
+        cache_type_k, cache_type_v: types that may be chosen, as "f16,q8_0" or a sequence.
+        workload: the request whose time counts.
+        arguments: those of `LLM` that a fit does not choose.
+
+    Raises:
+        OptionError: for an argument that a fit chooses.
+        FitError: when nothing fits.
+    """
+    for name in CHOSEN:
+        if name in arguments:
+            raise OptionError(f"{name} is what a fit chooses; drop it, or drop the fit")
+    options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
+    if link_gbps is not None:
+        mesh = with_links(mesh, link_gbps)
+    mesh = calibrated_mesh(mesh, dtype)
+    alone = replace(options, split_mode="none")
+    whole = plan_model(block, cfg, Mesh(mesh.devices[:1]), alone, dtype, mlp_block).plan
+    own = (options.cache_type_k,)
+    pairs = product(_types(cache_type_k) or own, _types(cache_type_v) or own)
+    allowed = Allowed(tuple(pairs))
+    if split_mode is not None:
+        allowed = replace(allowed, split_modes=(split_mode,))
+    if ubatch is not None:
+        allowed = replace(allowed, ubatches=(ubatch,))
+    return fastest(whole.model, mesh, whole.options, whole.tensors, allowed, workload)
+
+
+def _types(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(given.split(",") if isinstance(given, str) else given or ())
+
+
 def plan_config(
     block: type[Block],
     cfg: ModelConfig,
@@ -94,13 +164,20 @@ def plan_config(
     mlp_block: int = 32,
     link_gbps: str | Sequence[float] | None = None,
     progress: bool = False,
+    fit: bool = False,
     **arguments: Any,
 ) -> PlannedModel:
-    """The plan of a model over a mesh; `arguments` are those of `LLM`.
+    """The plan of a model over a mesh; `arguments` are those of `LLM`, of which a fit chooses the
+    split, the place of the cache and more.
 
     Link rates decide which device keeps pages of a host cache; where they are needed and not given
     they are measured, once, and `progress` says so.
     """
+    if fit:
+        given: dict[str, Any] = {"mlp_block": mlp_block, "link_gbps": link_gbps}
+        found = fit_config(block, cfg, mesh, **given, **arguments)
+        mesh, link_gbps = found.plan.mesh, None
+        arguments |= found.arguments()
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
@@ -123,6 +200,27 @@ def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
 
 def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
     """The plan of a GGUF file over a mesh, its tensors checked; `arguments` are those of `LLM`."""
+    block, cfg, mlp_block = _model(file)
+    model = plan_config(block, cfg, mesh, mlp_block=mlp_block, **arguments)
+    ctx = model.plan.options.ctx
+    if 0 < cfg.ctx_train < ctx:
+        warnings.warn(
+            f"the context (-c) of {ctx} positions is longer than the {cfg.ctx_train} that the "
+            "model was trained for; expect poor text past those",
+            stacklevel=2,
+        )
+    GGUFSource(file, model.whole.cfg).check(slots(model.whole))
+    return model
+
+
+def fit_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> Fit:
+    """The fastest split of a GGUF file over a mesh; see `fit_config`."""
+    block, cfg, mlp_block = _model(file)
+    return fit_config(block, cfg, mesh, mlp_block=mlp_block, **arguments)
+
+
+def _model(file: GGUFFile) -> tuple[type[Block], ModelConfig, int]:
+    """Block, sizes and columns of a block of the down projection's type."""
     kin = family(file.architecture)
     try:
         cfg = kin.configure(Metadata.of(file), file.tensors)
@@ -136,13 +234,4 @@ def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
         for name, info in file.tensors.items()
         if name.endswith(("ffn_down.weight", "ffn_down_exps.weight"))
     ]
-    model = plan_config(kin.block, cfg, mesh, mlp_block=max([32, *blocks]), **arguments)
-    ctx = model.plan.options.ctx
-    if 0 < cfg.ctx_train < ctx:
-        warnings.warn(
-            f"the context (-c) of {ctx} positions is longer than the {cfg.ctx_train} that the "
-            "model was trained for; expect poor text past those",
-            stacklevel=2,
-        )
-    GGUFSource(file, model.whole.cfg).check(slots(model.whole))
-    return model
+    return kin.block, cfg, max([32, *blocks])

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from jaxllm.models.weights import Progress as Report
 from sharding import Plan, format_bytes
@@ -38,3 +45,16 @@ def measure_aloud(device: Any, how: Delivery) -> float:
         flush=True,
     )
     return measure_link(device, how)
+
+
+@contextmanager
+def counting(what: str, total: int, show: bool) -> Iterator[Callable[[str], None]]:
+    """A bar over `total` things; what is yielded is told of each, with a text to show beside it."""
+    if not (show and sys.stderr.isatty()):
+        yield lambda text: None
+        return
+    texts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (*texts, TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total, text="")
+        yield lambda text: bar.update(task, advance=1, text=text)

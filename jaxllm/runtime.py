@@ -25,6 +25,11 @@ def links_file() -> Path:
     return cache_root() / "links.json"
 
 
+def rates_file() -> Path:
+    """Where measured rates of devices and exchanges are kept."""
+    return cache_root() / "rates.json"
+
+
 def keep_compiled_programs() -> None:
     """Let JAX keep compiled programs on disk, so that a second process starts in seconds.
 

@@ -12,12 +12,17 @@ and no jax.
     sizes.py      its bytes                           residency.py  which pages stay
     report.py     the plan as text                    links.py      measured link rates
     exchange.py   partials to sums, by copies         units.py      bytes as text
+    fabric.py     wires between devices               machine.py    a machine from a file
+    cost.py       the time of a step                  fit.py        the fastest plan that fits
+    fit_tables.py, fit_layers.py, fit_tensor.py, fit_report.py   its figures, searches and report
 """
 
 from sharding.axes import AXES, Axis, axis
 from sharding.cache_types import CACHE_BLOCKS, is_quantised, rotates, row_bytes
-from sharding.errors import DoesNotFit, PlanError, ShardingError, ShareError
+from sharding.cost import CostModel, StepTime, calibrated
+from sharding.errors import DoesNotFit, FitError, PlanError, ShardingError, ShareError
 from sharding.exchange import exchange
+from sharding.fabric import Fabric
 from sharding.llama_cpp import (
     attention_granularity,
     llama_cpp_cut,
@@ -39,8 +44,11 @@ __all__ = [
     "BYTES_HELP",
     "CACHE_BLOCKS",
     "Axis",
+    "CostModel",
     "DeviceInfo",
     "DoesNotFit",
+    "Fabric",
+    "FitError",
     "Kept",
     "LayerPlan",
     "LayerShape",
@@ -52,6 +60,7 @@ __all__ = [
     "Residency",
     "ShardingError",
     "ShareError",
+    "StepTime",
     "TensorShape",
     "apportion",
     "apportion_blocks",
@@ -59,6 +68,7 @@ __all__ = [
     "attention_granularity",
     "axis",
     "backend_started",
+    "calibrated",
     "ensure_devices",
     "exchange",
     "format_bytes",

@@ -19,6 +19,14 @@ class PlanError(ShardingError):
     """A plan that cannot be made from what was asked."""
 
 
+class FitError(ShardingError):
+    """No plan fits the devices; `largest_ctx` is the largest context for which one does, if any."""
+
+    def __init__(self, message: str, largest_ctx: int | None = None) -> None:
+        self.largest_ctx = largest_ctx
+        super().__init__(message)
+
+
 class DoesNotFit(ShardingError):
     """A plan that needs more memory on a device than the device has free.
 

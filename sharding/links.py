@@ -126,7 +126,7 @@ def measured(
 
     if mesh.jax_devices is None:
         return mesh
-    known = dict(_read(store))
+    known = dict(read_rates(store))
     devices = []
     for info, device in zip(mesh.devices, mesh.jax_devices, strict=True):
         if info.link_gbps is None:
@@ -134,7 +134,7 @@ def measured(
             key = " ".join(map(str, (*settings, jax.__version__)))
             if key not in known:
                 known[key] = measure(device, how)
-                _write(store, known)
+                write_rates(store, known)
             info = replace(info, link_gbps=known[key])
         devices.append(info)
     return replace(mesh, devices=tuple(devices))
@@ -156,7 +156,8 @@ def with_links(mesh: Mesh, rates: str | Sequence[float]) -> Mesh:
     return replace(mesh, devices=tuple(replace(d, link_gbps=n) for d, n in pairs))
 
 
-def _read(store: Path | None) -> Rates:
+def read_rates(store: Path | None) -> Rates:
+    """The rates that a file holds, none where it is missing or damaged."""
     if store is None:
         return {}
     try:
@@ -166,7 +167,8 @@ def _read(store: Path | None) -> Rates:
         return {}  # missing or damaged: measure again
 
 
-def _write(store: Path | None, known: Rates) -> None:
+def write_rates(store: Path | None, known: Rates) -> None:
+    """Keep rates in a file, whole or not at all."""
     if store is None:
         return
     try:

@@ -18,6 +18,7 @@ from numbers import Integral
 from typing import Any
 
 from sharding.errors import ShardingError
+from sharding.fabric import Fabric
 
 _CPU_HINT = (
     "set JAX_NUM_CPU_DEVICES (or jax.config's jax_num_cpu_devices) before JAX's backend starts"
@@ -28,7 +29,8 @@ _MOST_VIRTUAL = 64
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device. `memory` and `free` are bytes, `link_gbps` is 1e9 bytes a second from host."""
+    """One device. `memory` and `free` are bytes, `link_gbps` is 1e9 bytes a second from host,
+    `read_gbps` those of its own memory, `tflops` 1e12 operations of a matrix product a second."""
 
     label: str
     platform: str = "cpu"
@@ -36,14 +38,18 @@ class DeviceInfo:
     memory: int | None = None
     free: int | None = None
     link_gbps: float | None = None
+    read_gbps: float | None = None
+    tflops: float | None = None
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The devices in order; `jax_devices` is None for a mesh that exists on paper only."""
+    """The devices in order, and the fabric between them; `jax_devices` is None for a mesh that
+    exists on paper only."""
 
     devices: tuple[DeviceInfo, ...]
     jax_devices: tuple[Any, ...] | None = field(default=None, compare=False)
+    fabric: Fabric = Fabric()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))

@@ -239,6 +239,12 @@ def _room(plan: Plan, device: int) -> _Room:
     return _Room(left, left if drafts else left + plan.staging_bytes(device))
 
 
+def reserve(info: DeviceInfo) -> int:
+    """Bytes that an automatic budget leaves free on a device."""
+    memory = info.memory or info.free or 0
+    return max(LEAST_RESERVE, memory * RESERVE_PERCENT // 100)
+
+
 def _auto_room(info: DeviceInfo, room: _Room) -> _Room:
     """What --kv-device-bytes auto stands for."""
     if info.free is None:
@@ -246,8 +252,7 @@ def _auto_room(info: DeviceInfo, room: _Room) -> _Room:
             f"{KV_DEVICE_BYTES} auto needs the free memory of device {info.label}, which does not"
             " tell it; give a number of bytes."
         )
-    memory = info.free if info.memory is None else info.memory
-    return room.less(max(LEAST_RESERVE, memory * RESERVE_PERCENT // 100))
+    return room.less(reserve(info))
 
 
 def streaming_all(plan: Plan) -> Residency:

@@ -100,15 +100,22 @@ def compute_bytes(plan: Plan, device: int) -> int:
     logit = 4 if options.itemsize == 4 else 4 + options.itemsize  # made in the compute type
     largest = max(options.slots, LOGIT_ROWS) * (stop - start) * logit
     for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
-        handed_on, attention = _attention(plan, index, device, tokens)
-        columns = _count(plan, layer.mlp, device)
-        mlp = _mlp(plan, shape, columns, tokens)
+        groups, columns = (_count(plan, ranges, device) for ranges in (layer.groups, layer.mlp))
+        handed_on, attention, mlp = layer_compute(plan, index, groups, columns)
         if plan.engine == "staged" and len(layer.devices) == 1:
             mlp += 2 * handed_on  # one program, from this layer's queries to the next one's
         if plan.engine == "fused" and shape.experts:
             mlp += attention  # one program, in which the loops over blocks and experts overlap
         largest = max(largest, attention, mlp)
     return _residuals(plan) * residual + largest
+
+
+def layer_compute(plan: Plan, layer: int, groups: int, columns: int) -> tuple[int, int, int]:
+    """Of so many groups and columns of a layer: what programs hand on, queries and carry; all that
+    lives in attention; all that lives in the MLP."""
+    tokens = max(plan.options.ubatch, plan.options.slots)
+    handed_on, attention = _attention(plan, layer, groups, tokens)
+    return handed_on, attention, _mlp(plan, plan.model.layers[layer], columns, tokens)
 
 
 def _residuals(plan: Plan) -> int:
@@ -118,10 +125,8 @@ def _residuals(plan: Plan) -> int:
     return 4 + (min(3, len(plan.used_devices)) if exchange else 0)
 
 
-def _attention(plan: Plan, index: int, device: int, tokens: int) -> tuple[int, int]:
-    """Of a layer's attention: what programs hand on, queries and carry, and all that lives."""
+def _attention(plan: Plan, index: int, groups: int, tokens: int) -> tuple[int, int]:
     shape, layer, options = plan.model.layers[index], plan.layers[index], plan.options
-    groups = _count(plan, layer.groups, device)
     heads = groups * (shape.q_per_kv // layer.replication)
     queries = tokens * heads * shape.k_dim * options.itemsize
     keys_values = tokens * groups * (shape.k_dim + shape.v_dim) * options.itemsize

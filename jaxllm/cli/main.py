@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from jaxllm import __version__, interrupts
-from jaxllm.cli import bench, fetch, generate, inspection, links, models, plan
+from jaxllm.cli import bench, fetch, fit, generate, inspection, links, models, perplexity, plan
 from jaxllm.cli.entry import INTERRUPTED
 from jaxllm.cli.options import Parser
 from jaxllm.errors import JaxllmError
@@ -40,7 +40,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"jaxllm {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for command in (generate, plan, inspection, fetch, models, links, bench):
+    for command in (generate, plan, fit, inspection, fetch, models, links, bench, perplexity):
         command.add(subparsers)
     return parser
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from jaxllm.errors import OptionError
-from sharding import BYTES_HELP, CACHE_BLOCKS, PlanOptions
+from sharding import BYTES_HELP, CACHE_BLOCKS, Mesh, PlanOptions
+from sharding.machine import read_machine
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "path of a .gguf file, a name from `jaxllm models`, or hf:owner/repo/file.gguf"
@@ -57,6 +58,23 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=f"{MODEL_HELP} (default {DEFAULT_MODEL})",
     )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """--devices-file, beside --devices."""
+    there = "plan for the machine of a TOML file, which need not be here; see docs/fit.md"
+    parser.add_argument("--devices-file", metavar="FILE", help=there)
+
+
+def mesh_of(args: argparse.Namespace) -> Mesh:
+    """The mesh of --devices-file, or of the devices that are here."""
+    if args.devices_file is None:
+        from jaxllm.llm import open_mesh
+
+        return open_mesh(args.devices)
+    if args.devices is not None:
+        raise OptionError("--devices does not go with --devices-file, which names its devices")
+    return read_machine(args.devices_file)
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:

@@ -6,11 +6,19 @@ import argparse
 import json
 from typing import Any
 
-from jaxllm.cli.options import MODEL_HELP, add_command, add_split, split_arguments
+from jaxllm.cli.options import (
+    MODEL_HELP,
+    add_command,
+    add_machine,
+    add_split,
+    mesh_of,
+    split_arguments,
+)
 
 _EXAMPLES = """\
   jaxllm plan smollm2-135m --devices 3 -sm tensor -as 2,1,0 -nkvo
   jaxllm plan model.gguf -c 32768 -ctk f16 -ctv f16 --json
+  jaxllm plan model.gguf --devices-file machine.toml -sm tensor -ts 2,1
 """
 
 
@@ -20,18 +28,17 @@ def add(subparsers: Any) -> None:
     parser = add_command(subparsers, "plan", run, summary, _EXAMPLES)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_split(parser)
+    add_machine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; a plan that does not fit is printed and then an error."""
     from jaxllm import hub
     from jaxllm.gguf import open_gguf
-    from jaxllm.llm import open_mesh
     from jaxllm.planning import plan_gguf
 
     file = open_gguf(hub.resolve(args.model))
-    mesh = open_mesh(args.devices)
-    plan = plan_gguf(file, mesh, progress=True, **split_arguments(args)).plan
+    plan = plan_gguf(file, mesh_of(args), progress=True, **split_arguments(args)).plan
     print(json.dumps(plan.to_dict()) if args.json else plan, flush=True)
     plan.check_fit()
     return 0

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from jaxllm.testing import random_llm, simulate_links, small_config
+from sharding import Mesh
+from sharding.cost import CostModel, calibrated
+from sharding.links import with_links
 from support import feed, random_ids
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("links")]
@@ -94,6 +98,23 @@ def test_without_copies_ahead_a_step_takes_the_sum(cut: str):
         return 0.85 < t.step / (t.compute + t.links) < 1.15
 
     Decoding(**(CUTS[cut] | dict(prefetch=0))).holds(law, 4.0)
+
+
+@pytest.mark.parametrize("of_compute", [5.0, 0.1], ids=["links are slower", "computing is slower"])
+@pytest.mark.parametrize("cut", ["tensor", "layer"])
+def test_a_step_takes_what_the_cost_model_says(cut: str, of_compute: float):
+    """Computing is scaled to what it takes with links that take no time."""
+    decoding = Decoding(**CUTS[cut])
+
+    def law(t: Times) -> bool:
+        seconds = t.link, (t.links - t.link)
+        rates = decoding.bytes / np.asarray(seconds) / 1e9
+        mesh = with_links(Mesh.virtual(2, read_gbps=10.0, tflops=1.0), rates.tolist())
+        plan = replace(decoding.llm.plan, mesh=mesh)
+        plan = replace(plan, mesh=calibrated(plan, PROMPT, t.compute))
+        return 0.85 < t.step * CostModel(plan).decode_rate(PROMPT) < 1.15
+
+    decoding.holds(law, of_compute)
 
 
 def test_all_links_work_at_once_and_into_the_next_step():

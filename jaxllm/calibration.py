@@ -1,0 +1,160 @@
+"""The rates of this machine's devices, by a short measurement through the project's own forms.
+
+A device's memory rate is that of one-row products, which is what a decode step does; its matmul
+rate that of a chunk's products; exchanges are those of `sharding.exchange`, and the host thread's
+time is that of one call of a compiled program. Rates are measured once and kept in a file beside
+those of links, by device, dtype and jax version.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.models.layers import linear
+from jaxllm.runtime import links_file, rates_file
+from sharding import Fabric, Mesh, exchange
+from sharding.links import Delivery, host_place, measured, read_rates, write_rates
+
+ROWS = 512  # of a chunk
+SIZE = {"cpu": (4096, 8192)}  # of the weights that are multiplied with; 128 MiB of float32
+LARGE = (8192, 16384)
+SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 24  # of a partial
+Measure = Callable[[Mesh, str], Mapping[str, float]]
+
+
+def calibrated_mesh(mesh: Mesh, dtype: str, measure: Measure | None = None) -> Mesh:
+    """The mesh with rates of its devices, links and exchange, those that it tells kept; one without
+    jax devices as it is. CPU devices get what memory the host has free, in equal parts."""
+    devices = mesh.jax_devices
+    if devices is None:
+        return mesh
+    mesh = _with_memory(mesh)
+    place = host_place(devices, None)
+    mesh = measured(mesh, Delivery(place, LARGE_BYTES, 4), links_file())
+    labels = " ".join(f"{d.label} {d.kind}" for d in mesh.devices)
+    key = f"{labels} {dtype} {jax.__version__}"
+    known = read_rates(rates_file())
+    names = _names(len(devices))
+    if any(f"{key} {name}" not in known for name in names):
+        found = (measure or measure_rates)(mesh, dtype)
+        known = {**known, **{f"{key} {name}": float(found[name]) for name in names}}
+        write_rates(rates_file(), known)
+    rates = {name: known[f"{key} {name}"] for name in names}
+    infos = (
+        replace(
+            info,
+            read_gbps=info.read_gbps or rates[f"read_gbps {i}"],
+            tflops=info.tflops or rates[f"tflops {i}"],
+        )
+        for i, info in enumerate(mesh.devices)
+    )
+    fabric = replace(
+        mesh.fabric,
+        dispatch_us=rates["dispatch_us"],
+        latency_us=rates.get("latency_us", 0.0),
+        gbps=rates.get("gbps", float("inf")),
+        shared=len(devices) > 1 and all(d.platform == "cpu" for d in devices),
+    )
+    return replace(mesh, devices=tuple(infos), fabric=fabric)
+
+
+def measure_rates(mesh: Mesh, dtype: str) -> dict[str, float]:
+    """Rates of all devices of a mesh, one at a time, and of exchanges between the first two."""
+    devices = list(mesh.jax_devices or ())
+    found = {"dispatch_us": 1e6 * _dispatch(devices[0])}
+    for i, device in enumerate(devices):
+        found[f"read_gbps {i}"], found[f"tflops {i}"] = _products(device, dtype)
+    if len(devices) > 1:
+        small, large = (_exchange(devices[:2], size) for size in (SMALL_BYTES, LARGE_BYTES))
+        found["latency_us"] = 1e6 * small
+        found["gbps"] = (LARGE_BYTES - SMALL_BYTES) / max(large - small, 1e-9) / 1e9
+    return found
+
+
+def _names(devices: int) -> list[str]:
+    names = ["dispatch_us", *(["latency_us", "gbps"] if devices > 1 else [])]
+    return names + [f"{kind} {i}" for i in range(devices) for kind in ("read_gbps", "tflops")]
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Of the median of five runs, after one to compile."""
+    jax.block_until_ready(run())
+    spent = []
+    for _ in range(5):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        spent.append(time.perf_counter() - began)
+    return median(spent)
+
+
+def _products(device: Any, dtype: str) -> tuple[float, float]:
+    """1e9 bytes a second of one-row products, 1e12 operations a second of a chunk's."""
+    rows, columns = SIZE.get(device.platform, LARGE)
+    product = jax.jit(linear)
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        w = jax.device_put(np.ones((rows, columns), jnp.dtype(dtype)), device)
+        one, many = (
+            jax.device_put(np.ones((1, n, columns), jnp.dtype(dtype)), device) for n in (1, ROWS)
+        )
+        decode, chunk = _seconds(lambda: product(one, w)), _seconds(lambda: product(many, w))
+    return w.nbytes / decode / 1e9, 2 * ROWS * rows * columns / chunk / 1e12
+
+
+def _dispatch(device: Any) -> float:
+    """Seconds of one call in a chain."""
+    step = jax.jit(lambda x: x + 1)
+    start = jax.device_put(np.zeros(8, np.float32), device)
+
+    def chain() -> Any:
+        x = start
+        for _ in range(50):
+            x = step(x)
+        return x
+
+    return _seconds(chain) / 50
+
+
+def _exchange(devices: list[Any], size: int) -> float:
+    """Seconds until both devices have both partials of so many bytes."""
+    partials = {
+        i: jax.device_put(np.zeros(size // 4, np.float32), d) for i, d in enumerate(devices)
+    }
+    return _seconds(lambda: exchange(partials, (0, 1), devices))
+
+
+def _with_memory(mesh: Mesh) -> Mesh:
+    """CPU devices with their part of the memory that the host has free."""
+    free = host_free()
+    if free is None:
+        return mesh
+    cpus = sum(d.platform == "cpu" for d in mesh.devices)
+    infos = (
+        replace(d, free=free // cpus) if d.platform == "cpu" and d.free is None else d
+        for d in mesh.devices
+    )
+    fabric: Fabric = replace(mesh.fabric, host_memory=free)
+    return replace(mesh, devices=tuple(infos), fabric=fabric)
+
+
+def host_free() -> int | None:
+    """Bytes of host memory that are free or can be freed; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,153 @@
+"""`jaxllm fit`, machine files, rates that are measured once, and `jaxllm perplexity`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm import LLM, OptionError, SamplingParams, calibration
+from jaxllm.llm import open_mesh
+from sharding import PlanError
+from sharding.machine import read_machine
+
+Cli = Callable[..., tuple[int, str, str]]
+TWO = """
+[[device]]
+name = "large"
+memory_gib = 0.1
+read_gbps = 500
+tflops = 50
+link_gbps = 20
+[[device]]
+name = "small"
+count = 2
+memory_gib = 0.08
+free_gib = 0.075
+read_gbps = 300
+tflops = 20
+link_gbps = 3.3
+[exchange]
+latency_us = 20
+gbps = 10
+[host]
+dispatch_us = 5
+memory_gib = 1
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    path = tmp_path / "machine.toml"
+    path.write_text(TWO)
+    return path
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Rates that are not measured but made up; what was asked for."""
+    asked = []
+
+    def measure(mesh: Any, dtype: str) -> dict[str, float]:
+        asked.append(dtype)
+        each = {f"{n} {i}": 10.0 for n in ("read_gbps", "tflops") for i in range(len(mesh))}
+        return each | {"dispatch_us": 5.0, "latency_us": 100.0, "gbps": 5.0}
+
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibration, "measure_rates", measure)
+    monkeypatch.setattr(calibration, "host_free", lambda: 1 << 34)
+    return asked
+
+
+def test_a_fit_for_a_machine_that_is_not_here(cli: Cli, small: str, machine: Path):
+    command = ("fit", small, "-c", "1024", "--devices-file", machine)
+    code, out, _ = cli(*command, "--explain")
+    assert code == 0
+    assert "chosen" in out and "tensor over 3" in out and "limited by" in out
+    types = ("-ctk", "f16,bf16", "-ctv", "f16", "-p", "900", "-n", "9")
+    code, out, _ = cli(*command, *types, "--json")
+    found = json.loads(out)
+    assert found["workload"] == {"prompt": 900, "predict": 9}
+    arguments = [c["arguments"] for c in found["considered"] if c["arguments"]]
+    assert {a["cache_type_k"] for a in arguments} == {"f16", "bf16"}
+    assert f"options: {found['options']}" in cli(*command, *types)[1]
+
+
+def test_a_plan_for_a_machine_that_is_not_here(cli: Cli, small: str, machine: Path):
+    code, out, _ = cli("plan", small, "--devices-file", machine, "-sm", "tensor", "--json")
+    assert code == 0
+    assert [d["kind"] for d in json.loads(out)["devices"]] == ["large", "small", "small"]
+
+
+def test_what_is_refused(refused: Callable[..., str], small: str, machine: Path, tmp_path: Path):
+    command = ("fit", small, "--devices-file", machine)
+    assert "fits with any context" not in refused(*command, "-c", "0")
+    assert "--devices does not go with --devices-file" in refused(*command, "--devices", "2")
+    assert "q9" in refused(*command, "-ctk", "q9")
+    assert "give both" in refused(*command, "-p", "10")
+    assert "the largest that fits is" in refused(*command, "-c", "100000000")
+    assert "cannot be read" in refused("fit", small, "--devices-file", tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "no devices"),
+        ("[[device]]\nmemory = 3", r"\[\[device\]\] 0 has 'memory'"),
+        ("[[device]]\nread_gbps = -1", "read_gbps -1; it must be a number above 0"),
+        ("[[device]]\ntflops = true", "tflops True"),
+        ("[[device]]\ncount = 0", "count 0; it must be from 1"),
+        ("[[device]]\nmemory_gib = 1\nfree_gib = 2", "free_gib 2.0 of memory_gib 1.0"),
+        ("[[device]]\n[exchange]\nlatency = 1", r"\[exchange\] has 'latency'"),
+        ("[[device]]\n[host]\ndispatch_us = 'x'", "dispatch_us 'x'"),
+        ("device = 3", "no devices"),
+        ("[[device]", "cannot be read"),
+    ],
+)
+def test_machine_files_with_one_thing_wrong(text: str, message: str, tmp_path: Path):
+    path = tmp_path / "machine.toml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=message):
+        read_machine(path)
+
+
+def test_a_model_is_loaded_as_a_fit_chooses(small: str, rates: list[str]):
+    llm = LLM.from_gguf(small, devices=2, ctx=256, fit=True, cache_type_k="f32,f16")
+    assert rates == ["float32"]
+    assert llm.plan.options.ctx == 256 and llm.plan.used_devices == (0,)
+    (done,) = llm.generate("ab", SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    assert len(done.token_ids) == 3
+    with pytest.raises(OptionError, match="tensor_split is what a fit chooses"):
+        LLM.from_gguf(small, devices=2, fit=True, tensor_split="1,1")
+
+
+def test_rates_are_measured_once(rates: list[str]):
+    first, again = (calibration.calibrated_mesh(open_mesh(2), "float32") for _ in range(2))
+    assert rates == ["float32"] and first == again
+    assert first.fabric.shared and first.fabric.latency_us == 100.0
+    assert all(d.read_gbps == 10 and d.link_gbps and d.free for d in first.devices)
+    calibration.calibrated_mesh(open_mesh(1), "float32")
+    assert rates == ["float32", "float32"]
+
+
+@pytest.mark.slow
+def test_rates_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibration, "SIZE", {"cpu": (256, 512)})
+    found = calibration.measure_rates(open_mesh(2), "float32")
+    assert set(found) == set(calibration._names(2)) and min(found.values()) > 0
+
+
+def test_perplexity(cli: Cli, refused: Callable[..., str], small: str, tmp_path: Path):
+    text, base = tmp_path / "text.txt", tmp_path / "base.kl"
+    text.write_text("the theory of the thing, and then some. " * 4)
+    command = ("perplexity", "-m", small, "-f", text, "-c", "64", "--chunks", "2", "--devices", "1")
+    code, out, _ = cli(*command, "--kl-divergence-base", base)
+    assert code == 0 and "over 2 chunks of 64, 62 tokens scored" in out
+    code, out, _ = cli(*command, "--kl-divergence-base", base, "--kl-divergence", "--json")
+    found = json.loads(out)
+    assert found["scored"] == 62 and found["divergence"]["mean"] == 0
+    assert "--kl-divergence needs" in refused(*command, "--kl-divergence")
+    assert "at least 1" in refused(*command[:-4], "--chunks", "0")
