@@ -55,16 +55,19 @@ def forward(
     """One step over all layers: the hidden states [N, T, D] before the head, and the new rings."""
     step = unpack_step(packed)
     ends = model.ends.bind(leaves.ends)
-    x = total(ends.embed(step.tokens, leaves.vocab[0]))
+    x = total(ends.embed(step.tokens, step.positions, leaves.vocab))
     new = []
     for definition, cfg, values, ring in zip(
         model.blocks, model.cfg.layers, leaves.layers, rings, strict=True
     ):
         block = definition.bind(values)
-        q, carry, ring = begin_attention(block, cfg, x, ring, step)
+        heads = block.project(x)
+        squares = block.head_squares(heads)
+        squares = None if squares is None else total(squares)
+        q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step)
         carry = attend_ring(cfg, carry, q, ring, step.row, step.positions)
-        x = block.join_attention(x, total(end_attention(block, cfg, carry, x.dtype)))
-        x = block.join_mlp(x, total(block.mlp(x)))
+        x, read = block.join_attention(x, total(end_attention(block, cfg, carry, x.dtype)))
+        x = block.join_mlp(x, total(block.mlp(read)))
         new.append(ring)
     return x, tuple(new)
 

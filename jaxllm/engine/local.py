@@ -21,7 +21,7 @@ from jaxllm.cache.attention import (
     write_ring,
 )
 from jaxllm.cache.types import rotate
-from jaxllm.models.block import Block, Ends
+from jaxllm.models.block import Block, Ends, Heads
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array
 
@@ -57,17 +57,23 @@ def unpack_step(packed: Array) -> Step:
 
 
 def begin_attention(
-    block: Block, cfg: LayerConfig, x: Array, ring: Ring, step: Step
+    block: Block,
+    cfg: LayerConfig,
+    heads: Heads,
+    squares: Array | None,
+    ring: Ring,
+    step: Step,
 ) -> tuple[Array, Carry, Ring]:
     """Queries [N, K, G, T, H] with a fresh carry, keys and values written to the ring."""
-    q, k, v = block.before_attention(x, step.positions)
+    q, k, v = block.before_attention(heads, squares, step.positions)
     if cfg.cache.rotate_k:
         q, k = rotate(q).astype(q.dtype), rotate(k)
     if cfg.cache.rotate_v:
         v = rotate(v)
     q = queries_first(q)
     ring = write_ring(cfg, ring, k, v, step.row, step.starts)
-    return q, start_carry(q, cfg.v_dim), ring
+    slopes = None if block.slopes is None else block.slopes[...]
+    return q, start_carry(q, cfg.v_dim, slopes), ring
 
 
 def end_attention(block: Block, cfg: LayerConfig, carry: Carry, dtype: jnp.dtype) -> Array:

@@ -26,6 +26,7 @@ from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, m
 from jaxllm.engine.local import pack_step
 from jaxllm.engine.rows import LayerRow, join_heads, of_ring, put_row, take_row
 from jaxllm.engine.stages import Queries, StageIn, attend, cut, embed, head, layer_of, stage
+from jaxllm.models.block import Heads
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, exchange, ring_positions
@@ -54,6 +55,7 @@ class StagedEngine(Engine):
             for m in models
         ]
         options = plan.options
+        self.norms_heads = [cfg.needs_squares for cfg in models[0].cfg.layers]
         self.page = options.page
         self.floor = np.zeros(options.slots, np.int32)
         self.stores = [
@@ -250,6 +252,7 @@ class _Forward:
         self.x: dict[int, Array] = {}
         self.made: dict[int, Array] = {}  # partials by the device that made them
         self.parts: dict[int, tuple[Array, ...]] = {}  # partials to sum, by the device that will
+        self.heads: dict[int, Heads] = {}  # of a layer whose norms wait for a sum
         self.queries: dict[int, Queries] = {}
 
     def run(self) -> dict[int, Array]:
@@ -263,6 +266,10 @@ class _Forward:
         self._begin(0, ("enter",))
         for index, layer in enumerate(plan.layers):
             targets = holders if index == last else plan.layers[index + 1].devices
+            if self.heads:
+                self._exchange(layer.attn_devices)
+                for device in layer.attn_devices:
+                    self._run(device, ("in",), None, index)
             self._attend(layer.attn_devices, index)
             if len(layer.devices) == 1:
                 self._alone(layer.devices[0], index, tuple(targets))
@@ -311,9 +318,14 @@ class _Forward:
         for device in targets:
             here = index - 1 if first == ("join",) else None
             if index < len(layers) and device in layers[index].attn_devices:
-                self._run(device, (*first, "in"), here, index)
+                self._run(device, (*first, self._entry(index)), here, index)
             else:
                 self._run(device, first, here)
+
+    def _entry(self, index: int) -> str:
+        """The first piece of a layer: norms over heads of several devices need a sum first."""
+        shared = len(self.engine.plan.layers[index].attn_devices) > 1
+        return "project" if shared and self.engine.norms_heads[index] else "in"
 
     def _exchange(self, targets: tuple[int, ...]) -> None:
         self.parts = exchange(self.made, list(targets), self.engine.devices)
@@ -325,18 +337,19 @@ class _Forward:
         engine = self.engine
         engine.at_work = device
         layers, rings = engine.leaves[device].layers, engine.rings[device]
-        out = "out" in pieces
+        out, begins = "out" in pieces, "in" in pieces
         given = StageIn(
             here=() if here is None else layers[here],
             there=() if there is None else layers[there],
             x=self.x.get(device),
             parts=self.parts.pop(device, None),
+            heads=self.heads.pop(device, None) if begins else None,
             queries=self.queries.pop(device) if out else None,
             tail=rings[here] if out and here is not None else None,
         )
         result = stage(
             given,
-            None if there is None else rings[there],
+            rings[there] if begins and there is not None else None,
             self.packed[device],
             pieces=pieces,
             here=None if here is None else engine.layers[device][here],
@@ -347,6 +360,8 @@ class _Forward:
             self.x[device] = result.x
         if result.partial is not None:
             self.made[device] = result.partial
+        if result.heads is not None:
+            self.heads[device] = result.heads
         if result.queries is not None:
             self.queries[device] = result.queries
         if result.ring is not None and there is not None:

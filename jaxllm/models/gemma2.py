@@ -6,8 +6,8 @@ from dataclasses import replace
 from math import sqrt
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import SandwichBlock
+from jaxllm.models.config import SANDWICH, ModelConfig
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
 
 LAYERS_OF_27B = 46  # its queries are scaled by the width a head, not by the head dim
@@ -22,6 +22,7 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
         tensors,
         pairs="halves",
         activation="gelu",
+        norms=SANDWICH,
         softcap=float(meta.get("attn_logit_softcapping", 50.0)),
     )
     layers = [
@@ -46,4 +47,4 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     )
 
 
-FAMILY = Family(SandwichBlock, configure)
+FAMILY = Family(DecoderBlock, configure)

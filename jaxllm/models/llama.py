@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
 
 
@@ -14,4 +14,4 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     return read_model(meta, tensors, layers)
 
 
-FAMILY = Family(PreNormBlock, configure)
+FAMILY = Family(DecoderBlock, configure)

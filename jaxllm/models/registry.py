@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 
 from jaxllm.errors import ModelError
-from jaxllm.models import gemma2, gemma3, llama, qwen2, qwen3
+from jaxllm.models import gemma2, gemma3, llama, plain, positions, scaled, variants, windowed
 from jaxllm.models.family import Family
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: Mapping[str, Family] = {
     "llama": llama.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "qwen3": qwen3.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,
+    **plain.FAMILIES,
+    **positions.FAMILIES,
+    **scaled.FAMILIES,
+    **variants.FAMILIES,
+    **windowed.FAMILIES,
 }
 
 

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
-from jaxllm.models.config import Rope
-from jaxllm.models.decoder import PreNormBlock, SandwichBlock
+from jaxllm.models.config import SANDWICH, Rope
+from jaxllm.models.decoder import DecoderBlock
 from support import layer_config, model_config, small_model, with_layers
 
 HALVES = Rope(theta=10000.0, dim=16, pairs="halves")
-PARTIAL = Rope(theta=10000.0, dim=8, pairs="halves", scale=8.0, factors=True)
+PARTIAL = Rope(theta=10000.0, dim=8, pairs="halves", scale=8.0, factors="rope_freqs.weight")
 
 
 def _windows(window: int) -> ModelConfig:
-    layers = [layer_config(8, 2, 16, mlp=211, activation="gelu", softcap=30.0, rope=HALVES)]
+    layers = [
+        layer_config(
+            8, 2, 16, mlp=211, activation="gelu", softcap=30.0, rope=HALVES, norms=SANDWICH
+        )
+    ]
     layers.append(with_layers(model_config(layers), window=window, softcap=None).layers[0])
     return model_config(layers, embed_scale=8.0, logit_softcap=3.0)
 
 
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
-    "llama": (PreNormBlock, small_model()),
-    "llama-factors": (PreNormBlock, with_layers(small_model(), rope=PARTIAL)),
-    "qwen2": (PreNormBlock, with_layers(small_model(tied=False), qkv_bias=True, rope=HALVES)),
-    "qwen3": (PreNormBlock, with_layers(small_model(), qk_norm=True, scale=0.25, rope=HALVES)),
-    "gemma2": (SandwichBlock, _windows(24)),
-    "gemma3": (SandwichBlock, with_layers(_windows(32), qk_norm=True, scale=0.25, softcap=None)),
-    "head-bias": (PreNormBlock, small_model(tied=False, head_bias=True)),
-    "wide-keys": (PreNormBlock, with_layers(small_model(), k_dim=192, v_dim=128, scale=5.0)),
-    "wide-values": (PreNormBlock, with_layers(small_model(), v_dim=24)),
-    "one-of-8": (PreNormBlock, model_config([layer_config(1, 8, 16, mlp=211)] * 2)),
-    "one-of-6": (PreNormBlock, model_config([layer_config(1, 6, 16, mlp=211)] * 2)),
-    "two-of-4": (PreNormBlock, model_config([layer_config(2, 4, 16, mlp=211)] * 2)),
-    "three-of-4": (PreNormBlock, model_config([layer_config(3, 4, 16, mlp=211)] * 2)),
+    "llama": (DecoderBlock, small_model()),
+    "llama-factors": (DecoderBlock, with_layers(small_model(), rope=PARTIAL)),
+    "qwen2": (DecoderBlock, with_layers(small_model(tied=False), qkv_bias=True, rope=HALVES)),
+    "qwen3": (DecoderBlock, with_layers(small_model(), qk_norm=True, scale=0.25, rope=HALVES)),
+    "gemma2": (DecoderBlock, _windows(24)),
+    "gemma3": (DecoderBlock, with_layers(_windows(32), qk_norm=True, scale=0.25, softcap=None)),
+    "head-bias": (DecoderBlock, small_model(tied=False, head_bias=True)),
+    "wide-keys": (DecoderBlock, with_layers(small_model(), k_dim=192, v_dim=128, scale=5.0)),
+    "wide-values": (DecoderBlock, with_layers(small_model(), v_dim=24)),
+    "one-of-8": (DecoderBlock, model_config([layer_config(1, 8, 16, mlp=211)] * 2)),
+    "one-of-6": (DecoderBlock, model_config([layer_config(1, 6, 16, mlp=211)] * 2)),
+    "two-of-4": (DecoderBlock, model_config([layer_config(2, 4, 16, mlp=211)] * 2)),
+    "three-of-4": (DecoderBlock, model_config([layer_config(3, 4, 16, mlp=211)] * 2)),
 }
