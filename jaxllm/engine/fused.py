@@ -66,7 +66,7 @@ def forward(
         squares = None if squares is None else total(squares)
         q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step)
         carry = attend_ring(cfg, carry, q, ring, step.row, step.positions)
-        x, read = block.join_attention(x, total(end_attention(block, cfg, carry, x.dtype)))
+        x, read = block.join_attention(x, total(end_attention(block, cfg, carry, x)))
         x = block.join_mlp(x, total(block.mlp(read)))
         new.append(ring)
     return x, tuple(new)

@@ -76,12 +76,12 @@ def begin_attention(
     return q, start_carry(q, cfg.v_dim, slopes), ring
 
 
-def end_attention(block: Block, cfg: LayerConfig, carry: Carry, dtype: jnp.dtype) -> Array:
-    """This device's partial [N, T, D] from the carry of all blocks; `dtype` is the queries'."""
+def end_attention(block: Block, cfg: LayerConfig, carry: Carry, x: Array) -> Array:
+    """This device's partial [N, T, D] from the carry of all blocks and the residual x."""
     if not cfg.cache.rotate_v:
-        return block.after_attention(finish(carry, dtype))
+        return block.after_attention(finish(carry, x.dtype), x)
     turned = finish(carry, jnp.dtype(jnp.float32))
-    return block.after_attention(rotate(turned).astype(dtype))
+    return block.after_attention(rotate(turned).astype(x.dtype), x)
 
 
 class Top(NamedTuple):

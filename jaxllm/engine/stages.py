@@ -101,12 +101,17 @@ def stage(
             q, carry, ring = begin_attention(new, there.cfg, heads, total, ring, step)
             begun, heads, total = Queries(q, carry), None, None
         elif piece == "out":
-            assert here is not None and given.queries is not None and given.tail is not None
+            assert (
+                here is not None
+                and x is not None
+                and given.queries is not None
+                and given.tail is not None
+            )
             q, carry = given.queries
             carry = attend_tail(
                 here.cfg, carry, q, given.tail, step.row, step.positions, step.floor, page
             )
-            total = end_attention(old, here.cfg, carry, q.dtype)
+            total = end_attention(old, here.cfg, carry, x)
         elif piece == "after":
             x, read = old.join_attention(x, total)
             total, changed = None, True

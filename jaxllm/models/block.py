@@ -7,7 +7,7 @@ An engine calls, in this order, for every layer:
     squares = sum over devices of block.head_squares(heads), where there are any
     q, k, v = block.before_attention(heads, squares, positions)
     o       = attention of q over the cache, k and v included
-    x, read = block.join_attention(x, sum over devices of block.after_attention(o))
+    x, read = block.join_attention(x, sum over devices of block.after_attention(o, x))
     x       = block.join_mlp(x, sum over devices of block.mlp(read))
 
 `BlockDef` is a block without its values: hashable, one object a shape, so that layers and models
@@ -49,8 +49,9 @@ class Block(nnx.Module):
         [B, T]; squares [B, T, 2] is the full sum."""
         raise NotImplementedError
 
-    def after_attention(self, o: Array) -> Array:
-        """o [B, T, K, G, Hv] -> this device's partial [B, T, D]."""
+    def after_attention(self, o: Array, x: Array) -> Array:
+        """o [B, T, K, G, Hv] and the residual x that attention read -> this device's partial
+        [B, T, D]."""
         raise NotImplementedError
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
@@ -80,7 +81,7 @@ class Ends(nnx.Module):
             else None
         )
         name = "/token_embd_norm.weight"
-        self.first_norm = Norm(embed, cfg.eps, name, cfg.norm) if cfg.embed_norm else None
+        self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
         self.norm = Norm(embed, cfg.eps, "/output_norm.weight", cfg.norm)
         self.head = None if cfg.tied else param((rows, embed), axes, ("/output.weight",), dtype)
         self.bias = param((rows,), ("vocab",), ("/output.bias",), dtype) if cfg.head_bias else None
@@ -90,7 +91,8 @@ class Ends(nnx.Module):
         holds. vocab int32 [2]: the device's first row and how many it has."""
         table = self.table[...]
         if table.shape[0] == 0:
-            return jnp.zeros((*tokens.shape, table.shape[1]), table.dtype)
+            width = self.cfg.embed * (2 if self.cfg.embed_kept else 1)
+            return jnp.zeros((*tokens.shape, width), table.dtype)
         row = tokens - vocab[0]
         mine = (row >= 0) & (row < vocab[1])
         x = table[jnp.where(mine, row, 0)]
@@ -99,11 +101,13 @@ class Ends(nnx.Module):
             x = x + self.positions[...][positions]
         if self.first_norm is not None:
             x = self.first_norm(x)
+        x = jnp.concatenate([x, x], axis=-1) if self.cfg.embed_kept else x
         return jnp.where(mine[..., None], x, jnp.zeros((), x.dtype))
 
     def logits(self, x: Array) -> Array:
         """x [..., D] -> float32 [..., own rows]."""
         head = self.table if self.head is None else self.head
+        x = x[..., : self.cfg.embed]
         y = linear(self.norm(x), head[...])
         if self.bias is not None:
             y = y + self.bias[...]

@@ -110,12 +110,14 @@ class LayerConfig:
     alibi: float = 0.0  # largest exponent of the slopes of linear biases (Press et al. 2022)
     norm: NormStyle = RMS
     norms: Norms = Norms()
+    post_eps: float | None = None  # of norms on what is added, where theirs is another
     parallel: bool = False  # the MLP reads the residual that attention reads
     residual_scale: float = 1.0  # of what each half adds
     qkv_joined: tuple[int, int, int] | None = None  # rows of q, k and v in one tensor attn_qkv
     qkv_bias: bool = False
     qkv_clamp: float | None = None
     out_bias: bool = False
+    out_gate: bool = False  # attention's output is multiplied by a sigmoid of what it read
     qk_norm: bool = False
     norm_heads: Literal["one", "each", "all"] = "one"
     rope_first: bool = False  # before the norm of queries and keys
@@ -166,7 +168,8 @@ class ModelConfig:
     norm: NormStyle = RMS  # of the ends
     head_bias: bool = False
     embed_scale: float = 1.0
-    embed_norm: bool = False
+    embed_norm: NormStyle | None = None
+    embed_kept: bool = False  # beside the residual, for layers that add it again
     positions: int = 0  # rows of a learned position embedding; 0 for none
     logit_scale: float = 1.0
     logit_softcap: float | None = None

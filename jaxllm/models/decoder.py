@@ -9,7 +9,7 @@ from jaxllm.models.block import Block, Heads
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.experts import RoutedMLP
 from jaxllm.models.heads import HeadNorms
-from jaxllm.models.layers import QKV, Array, DenseMLP, HeadsOut, Norm, SubNorm, param
+from jaxllm.models.layers import QKV, Array, DenseMLP, HeadsGate, HeadsOut, Norm, SubNorm, param
 from jaxllm.models.rope import RopeTable
 
 
@@ -21,16 +21,17 @@ class DecoderBlock(Block):
         self.cfg = cfg
         names = cfg.norms
 
-        def norm(source: str | None) -> Norm | None:
-            return None if source is None else Norm(embed, cfg.eps, source, cfg.norm)
+        def norm(source: str | None, eps: float = cfg.eps) -> Norm | None:
+            return None if source is None else Norm(embed, eps, source, cfg.norm)
 
         def bias(source: str) -> nnx.Param:
             return param((embed,), ("embed",), (source,), dtype)
 
-        self.attn_norm, self.post_attn_norm = norm(names.attn), norm(names.attn_post)
+        post_eps = cfg.post_eps or cfg.eps
+        self.attn_norm, self.post_attn_norm = norm(names.attn), norm(names.attn_post, post_eps)
         shared = cfg.parallel and names.mlp == names.attn
         self.mlp_norm = None if shared else norm(names.mlp)
-        self.post_mlp_norm = norm(names.mlp_post)
+        self.post_mlp_norm = norm(names.mlp_post, post_eps)
         self.qkv = QKV(cfg, kv_heads, embed, dtype)
         self.head_norms = HeadNorms(cfg, kv_heads) if cfg.qk_norm else None
         self.rope = RopeTable(cfg.rope)
@@ -45,13 +46,18 @@ class DecoderBlock(Block):
             if cfg.alibi
             else None
         )
+        self.gate = HeadsGate(cfg, kv_heads, embed, dtype) if cfg.out_gate else None
         self.out = HeadsOut(cfg, kv_heads, embed, dtype)
         self.out_bias = bias("attn_output.bias") if cfg.out_bias else None
         self.ffn = (RoutedMLP if cfg.experts else DenseMLP)(cfg, columns, embed, dtype)
         self.down_bias = bias("ffn_down.bias") if cfg.mlp_bias else None
 
     def project(self, x: Array) -> Heads:
-        return self.qkv(x if self.attn_norm is None else self.attn_norm(x))
+        return self.qkv(self._read(x))
+
+    def _read(self, x: Array) -> Array:
+        """What attention reads of the residual."""
+        return x if self.attn_norm is None else self.attn_norm(x)
 
     def head_squares(self, heads: Heads) -> Array | None:
         if self.head_norms is None or not self.cfg.needs_squares:
@@ -68,8 +74,8 @@ class DecoderBlock(Block):
             q, k = self.rope(positions, q, k)
         return q, k, v
 
-    def after_attention(self, o: Array) -> Array:
-        return self.out(o)
+    def after_attention(self, o: Array, x: Array) -> Array:
+        return self.out(o if self.gate is None else self.gate(o, self._read(x)))
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
         joined = self._add(x, total, self.out.sub_norm, self.out_bias, self.post_attn_norm)

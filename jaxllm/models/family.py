@@ -126,8 +126,8 @@ def read_layer(
     """The layers as plain decoders have them; `changes` sets a field of every layer.
 
     Head counts and MLP columns may differ by layer (arrays in the metadata). Experts, biases,
-    joined projections and norms of queries and keys are those that the file has. `pairs` is None where
-    an architecture has no rope. `experts` says that the family has a form with a mixture of them.
+    joined projections and norms of queries and keys are those that the file has. `pairs` is None
+    for an architecture without rope. `experts` says that the family has a form with a mixture.
     """
     if any(name.endswith(".ffn_gate_inp.weight") for name in tensors):
         changes = read_experts(meta, experts) | changes
@@ -163,7 +163,7 @@ def read_layer(
             mlp=f,
             rope=rope,
             scale=float(meta.get("attention.scale", 0.0)) or 1.0 / sqrt(k_dim),
-            eps=read_eps(meta, norm),
+            eps=read_eps(meta, norm) if "eps" not in changes else 0.0,
         )
         fields |= changes
         stored = _stored(tensors, f"blk.{i}.", norm, fields)
@@ -193,9 +193,9 @@ def _stored(
         out_bias=bool(shape("attn_output.bias")),
         mlp_bias=bool(shape("ffn_up.bias")),
     )
-    if shape("attn_qkv.weight"):
-        sections = heads * k_dim, fields["kv_heads"] * k_dim, fields["kv_heads"] * fields["v_dim"]
-        found["qkv_joined"] = sections
+    if shape("attn_qkv.weight"):  # some files have more rows of values than are read
+        q, k = heads * k_dim, fields["kv_heads"] * k_dim
+        found["qkv_joined"] = q, k, shape("attn_qkv.weight")[0] - q - k
     if shape("attn_q_norm.weight"):
         kinds = {(k_dim,): "one", (heads, k_dim): "each"}
         over = kinds.get(shape("attn_q_norm.weight"), "all")
@@ -218,7 +218,8 @@ def read_model(
     table = tensors.get("token_embd.weight")
     if table is None:
         raise ModelError("token_embd.weight is missing; the file does not hold a whole model")
-    norms = "output_norm.bias", "token_embd_norm.bias"
+    names = "output_norm.bias", "token_embd_norm.bias"
+    biases = tuple(name for name in names if name in tensors)
     longer = [layer.rope.longer for layer in layers if layer.rope and layer.rope.longer]
     unused = ("rope_factors_short.weight", "rope_factors_long.weight") if longer else ()
     fields: dict[str, Any] = dict(
@@ -230,11 +231,13 @@ def read_model(
         norm=NormStyle(
             layers[0].norm.kind,
             weight="output_norm.weight" in tensors,
-            biases=tuple(name for name in norms if name in tensors),
+            biases=biases,
         ),
         tied="output.weight" not in tensors,
         head_bias="output.bias" in tensors,
-        embed_norm="token_embd_norm.weight" in tensors,
+        embed_norm=NormStyle(layers[0].norm.kind, biases=biases)
+        if "token_embd_norm.weight" in tensors
+        else None,
         ctx_train=int(meta.get("context_length", 0)),
         unused=(*unused, *changes.pop("unused", ())),
         name=str(meta.values.get("general.name", "")),

@@ -198,6 +198,25 @@ class HeadsOut(nnx.Module):
         return linear(o, w) if self.sub_norm is None else self.sub_norm.project(o, w)
 
 
+class HeadsGate(nnx.Module):
+    """What attention put out, times a sigmoid of what it read, channel by channel."""
+
+    def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
+        self.weight = param(
+            (kv_heads, cfg.q_per_kv * cfg.v_dim, embed),
+            ("kv_group", "head_rows", "embed"),
+            ("attn_gate.weight",),
+            dtype,
+            form="q_heads",
+        )
+
+    def __call__(self, o: Array, read: Array) -> Array:
+        """o [B, T, K, G, Hv] and read [B, T, D] -> gated o."""
+        w = self.weight[...]
+        gate = linear(read, w.reshape(-1, w.shape[-1])).reshape(o.shape)
+        return o * jax.nn.sigmoid(gate)
+
+
 class DenseMLP(nnx.Module):
     """down(act(gate(x)) * up(x)) over this device's own columns, or down(act(up(x))): a partial
     (Shazeer 2020)."""

@@ -89,7 +89,7 @@ FAMILIES: Mapping[str, Family] = {
     "jais": Family(DecoderBlock, _jais),
     "mpt": Family(DecoderBlock, _mpt),
     "paddleocr": pictured("halves"),
-    "qwen2vl": pictured("halves"),
+    "qwen2vl": pictured("halves", eps=0.0),
     "qwen3vl": pictured("halves", interleaved=True),
     "refact": plain(None, alibi=ALIBI, unused=("rope_freqs.weight",)),
 }

@@ -6,13 +6,24 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from jaxllm.errors import ModelError
-from jaxllm.models import gemma2, gemma3, llama, plain, positions, scaled, variants, windowed
+from jaxllm.models import (
+    gemma2,
+    gemma3,
+    llama,
+    plain,
+    positions,
+    scaled,
+    talkie,
+    variants,
+    windowed,
+)
 from jaxllm.models.family import Family
 
 FAMILIES: Mapping[str, Family] = {
     "llama": llama.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,
+    "talkie": talkie.FAMILY,
     **plain.FAMILIES,
     **positions.FAMILIES,
     **scaled.FAMILIES,

@@ -6,7 +6,7 @@ A parameter's `form` says how GGUF tensors, seen as [rows, columns], are laid to
     columns  one tensor [out, in] whose columns are split; the parameter may show `in` as two dims
     stack    gate and up, one after the other, rows split; stored as two tensors or as one
     qkv      query, key and value rows of each KV group together
-    q_heads, k_heads   one number a channel of the queries or keys, by KV group
+    q_heads, k_heads   one row a channel of the queries or keys, by KV group
     alibi    no tensor: the slope of each query head
     experts_columns, experts_stack   of every expert of a mixture, columns or stack
 """
@@ -214,7 +214,7 @@ class RandomSource(TensorSource):
             out[...] = 1.0
             return
         super().fill(slot, index, out)
-        if slot.form in HEAD_FORMS:
+        if slot.form in HEAD_FORMS and "embed" not in slot.axes:  # a norm
             out += 1.0
 
     def copy(

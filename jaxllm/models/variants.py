@@ -58,14 +58,16 @@ def _olmo(meta: Metadata, tensors: Tensors) -> ModelConfig:
     )
 
 
+def _pangu_embedded(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Frequency factors are not read, as in llama.cpp."""
+    layers = [layer.with_rope(factors=None) for layer in read_layer(meta, tensors, "halves")]
+    return read_model(meta, tensors, layers, unused=("rope_freqs.weight",))
+
+
 def _qwen(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """The width of the MLP is that of gate and up together; keys and values have as many rows as
-    queries, and are read up to the KV heads that a file says."""
-    embed = meta.require("embedding_length", int)
+    """The width of the MLP is that of gate and up together."""
     columns = meta.require("feed_forward_length", int) // 2
-    layers = read_layer(meta, tensors, "halves", mlp=columns)
-    layers = [replace(layer, qkv_joined=(embed, embed, embed)) for layer in layers]
-    return read_model(meta, tensors, layers)
+    return read_model(meta, tensors, read_layer(meta, tensors, "halves", mlp=columns))
 
 
 def _stablelm(meta: Metadata, tensors: Tensors) -> ModelConfig:
@@ -83,6 +85,7 @@ FAMILIES: Mapping[str, Family] = {
     "falcon": Family(DecoderBlock, _falcon),
     "gptneox": Family(DecoderBlock, _gptneox),
     "olmo": Family(DecoderBlock, _olmo),
+    "pangu-embedded": Family(DecoderBlock, _pangu_embedded),
     "qwen": Family(DecoderBlock, _qwen),
     "stablelm": Family(DecoderBlock, _stablelm),
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig
+from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig, NormStyle
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import (
     Family,
@@ -68,8 +68,33 @@ def _plamo3(meta: Metadata, tensors: Tensors) -> ModelConfig:
     return read_model(meta, tensors, layers)
 
 
+def _muse_glimmer(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Layers with a window rotate. Norms on what is added have an epsilon that no file says."""
+    meta.require("attention.sliding_window", int)
+    meta.require("attention.sliding_window_pattern")
+    layers = read_layer(meta, tensors, "neighbours", norms=SANDWICH, post_eps=1e-8, out_gate=True)
+    windows = read_windows(meta, len(layers), period=0)
+    key = "rope.freq_base_swa"
+    theta = read_positive(meta, key, meta.get(key, meta.get("rope.freq_base", 10000.0)))
+
+    def adapt(layer: LayerConfig, window: int | None) -> LayerConfig:
+        if window is None:
+            return replace(layer, rope=None)
+        return replace(layer.with_rope(theta=theta, scale=1.0), window=window)
+
+    return read_model(
+        meta,
+        tensors,
+        list(map(adapt, layers, windows)),
+        embed_norm=NormStyle(weight=False),
+        logit_scale=float(meta.require("logit_scale")),
+        logit_softcap=float(meta.get("final_logit_softcapping", 0.0)) or None,
+    )
+
+
 FAMILIES: Mapping[str, Family] = {
     "exaone4": Family(DecoderBlock, _exaone4),
+    "muse-glimmer": Family(DecoderBlock, _muse_glimmer),
     "olmo2": Family(DecoderBlock, _olmo2),
     "plamo3": Family(DecoderBlock, _plamo3),
     "smollm3": Family(DecoderBlock, _smollm3),

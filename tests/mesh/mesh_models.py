@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
-from jaxllm.models.config import SANDWICH, Rope
+from jaxllm.models.config import SANDWICH, Norms, NormStyle, Rope
 from jaxllm.models.decoder import DecoderBlock
 from support import layer_config, model_config, small_model, with_layers
 
@@ -22,6 +22,46 @@ def _windows(window: int) -> ModelConfig:
     return model_config(layers, embed_scale=8.0, logit_softcap=3.0)
 
 
+def _heads_normed() -> ModelConfig:
+    """Norms over the heads and columns of all devices, on what is added and not on what is read."""
+    norms = Norms(None, "post_attention_norm.weight", None, "post_ffw_norm.weight")
+    return with_layers(
+        _windows(24),
+        norms=norms,
+        norm=NormStyle(),
+        qk_norm=True,
+        norm_heads="all",
+        sub_norms=True,
+        out_gate=True,
+        residual_scale=0.5,
+        scale=0.25,
+    )
+
+
+def _biased() -> ModelConfig:
+    """No rope but learned positions and linear biases; both halves read one norm with a bias."""
+    norm = NormStyle("layer", biases=("attn_norm.bias", "output_norm.bias"))
+    layers = dict(
+        norm=norm,
+        norms=Norms(mlp="attn_norm.weight"),
+        parallel=True,
+        rope=None,
+        alibi=8.0,
+        qkv_joined=(256, 128, 128),
+        qkv_bias=True,
+        qkv_clamp=2.0,
+        out_bias=True,
+        qk_norm=True,
+        norm_heads="each",
+        mlp_gated=False,
+        mlp_bias=True,
+        activation="gelu",
+        scale=0.25,
+    )
+    ends = dict(norm=norm, embed_norm=norm, positions=128, logit_scale=0.5)
+    return with_layers(small_model(tied=False, head_bias=True, **ends), **layers)
+
+
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
     "llama-factors": (DecoderBlock, with_layers(small_model(), rope=PARTIAL)),
@@ -29,6 +69,8 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "qwen3": (DecoderBlock, with_layers(small_model(), qk_norm=True, scale=0.25, rope=HALVES)),
     "gemma2": (DecoderBlock, _windows(24)),
     "gemma3": (DecoderBlock, with_layers(_windows(32), qk_norm=True, scale=0.25, softcap=None)),
+    "heads-normed": (DecoderBlock, _heads_normed()),
+    "biased": (DecoderBlock, _biased()),
     "head-bias": (DecoderBlock, small_model(tied=False, head_bias=True)),
     "wide-keys": (DecoderBlock, with_layers(small_model(), k_dim=192, v_dim=128, scale=5.0)),
     "wide-values": (DecoderBlock, with_layers(small_model(), v_dim=24)),
