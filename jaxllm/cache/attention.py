@@ -27,7 +27,8 @@ LOWEST = -1e30  # finite, so that exp(m - m) is 1 where nothing has been seen ye
 class Carry(NamedTuple):
     """Running maximum m and sum l [N, K, G, T], weighted values acc [N, K, G, T, Hv]; float32.
 
-    Linear biases go along: the slope [N, K, G, T] that each query's scores fall with distance by.
+    Linear biases go along: by how much [N, K, G, T] each query's scores fall with distance, before
+    they are scaled.
     """
 
     m: Array
@@ -67,11 +68,11 @@ def attend_block(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, s
         scores = jnp.moveaxis(product("nkph,nkgth->nkpgt", k, q), 2, -1)
     else:
         scores = product("nkgth,nkph->nkgtp", q, k)
+    if carry.slopes is not None:  # one product an addition: compilers round two as they like
+        scores = scores - carry.slopes[..., None] * seen.distance[:, None, None]
     scores = scores * cfg.scale
     if cfg.softcap is not None:
         scores = cfg.softcap * jnp.tanh(scores / cfg.softcap)
-    if carry.slopes is not None:
-        scores = scores - carry.slopes[..., None] * seen.distance[:, None, None]
     scores = jnp.where(seen.visible[:, None, None], scores, -jnp.inf)
     m = jnp.maximum(carry.m, scores.max(axis=-1))
     weights = jnp.exp(scores - m[..., None])

@@ -21,9 +21,9 @@ from jaxllm.cache.attention import (
     write_ring,
 )
 from jaxllm.cache.types import rotate
-from jaxllm.models.block import Block, Ends, Heads
+from jaxllm.models.block import Block, Ends
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.layers import Array
+from jaxllm.models.layers import Array, Heads
 
 
 class Step(NamedTuple):
@@ -61,18 +61,20 @@ def begin_attention(
     cfg: LayerConfig,
     heads: Heads,
     squares: Array | None,
-    ring: Ring,
+    ring: Ring | None,
     step: Step,
-) -> tuple[Array, Carry, Ring]:
-    """Queries [N, K, G, T, H] with a fresh carry, keys and values written to the ring."""
+) -> tuple[Array, Carry, Ring | None]:
+    """Queries [N, K, G, T, H] with a fresh carry; keys and values, where the layer has any, written
+    to its ring."""
     q, k, v = block.before_attention(heads, squares, step.positions)
     if cfg.cache.rotate_k:
-        q, k = rotate(q).astype(q.dtype), rotate(k)
-    if cfg.cache.rotate_v:
-        v = rotate(v)
+        q = rotate(q).astype(q.dtype)
+    if ring is not None and k is not None and v is not None:
+        k = rotate(k) if cfg.cache.rotate_k else k
+        v = rotate(v) if cfg.cache.rotate_v else v
+        ring = write_ring(cfg, ring, k, v, step.row, step.starts)
     q = queries_first(q)
-    ring = write_ring(cfg, ring, k, v, step.row, step.starts)
-    slopes = None if block.slopes is None else block.slopes[...]
+    slopes = None if block.slopes is None else block.slopes[...] / cfg.scale
     return q, start_carry(q, cfg.v_dim, slopes), ring
 
 

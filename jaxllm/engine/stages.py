@@ -22,9 +22,9 @@ from jaxllm.cache.attention import (
     ring_block,
 )
 from jaxllm.engine.local import Top, begin_attention, end_attention, head_logits, unpack_step
-from jaxllm.models.block import BlockDef, Heads
+from jaxllm.models.block import BlockDef
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.layers import Array
+from jaxllm.models.layers import Array, Heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def stage(
             heads = new.project(x)
             total = new.head_squares(heads)
         elif piece == "in":
-            assert there is not None and ring is not None
+            assert there is not None
             if heads is None or total is None:  # no other device has heads of this layer
                 heads = new.project(x)
                 total = new.head_squares(heads)

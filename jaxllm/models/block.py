@@ -19,16 +19,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import LayerConfig, ModelConfig
-from jaxllm.models.layers import Array, Norm, linear, param
-
-Heads: TypeAlias = tuple[Array, Array, Array]  # q [B,T,K,G,H], k [B,T,K,H], v [B,T,K,Hv]
+from jaxllm.models.inputs import LayerInputs
+from jaxllm.models.layers import Array, Heads, Norm, linear, param
 
 
 class Block(nnx.Module):
@@ -37,7 +36,8 @@ class Block(nnx.Module):
     slopes: nnx.Param | None = None  # of linear biases [K, G], where the layer has them
 
     def project(self, x: Array) -> Heads:
-        """x [B, T, D] -> queries, keys and values of own heads."""
+        """x [B, T, D] -> q [B, T, K, G, H], k [B, T, K, H] and v [B, T, K, Hv] of own heads; k and
+        v are None for a layer that reads another's cache."""
         raise NotImplementedError
 
     def head_squares(self, heads: Heads) -> Array | None:
@@ -80,6 +80,7 @@ class Ends(nnx.Module):
             if cfg.positions
             else None
         )
+        self.inputs = LayerInputs(cfg, rows, dtype) if cfg.layer_inputs else None
         name = "/token_embd_norm.weight"
         self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
         self.norm = Norm(embed, cfg.eps, "/output_norm.weight", cfg.norm)
@@ -91,17 +92,20 @@ class Ends(nnx.Module):
         holds. vocab int32 [2]: the device's first row and how many it has."""
         table = self.table[...]
         if table.shape[0] == 0:
-            width = self.cfg.embed * (2 if self.cfg.embed_kept else 1)
-            return jnp.zeros((*tokens.shape, width), table.dtype)
+            return jnp.zeros((*tokens.shape, self.cfg.width), table.dtype)
         row = tokens - vocab[0]
         mine = (row >= 0) & (row < vocab[1])
-        x = table[jnp.where(mine, row, 0)]
+        row = jnp.where(mine, row, 0)
+        x = table[row]
         x = x * jnp.asarray(self.cfg.embed_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions[...][positions]
         if self.first_norm is not None:
             x = self.first_norm(x)
-        x = jnp.concatenate([x, x], axis=-1) if self.cfg.embed_kept else x
+        if self.inputs is not None:
+            x = jnp.concatenate([x, self.inputs(x, row)], axis=-1)
+        elif self.cfg.embed_kept:
+            x = jnp.concatenate([x, x], axis=-1)
         return jnp.where(mine[..., None], x, jnp.zeros((), x.dtype))
 
     def logits(self, x: Array) -> Array:

@@ -114,6 +114,8 @@ class LayerConfig:
     parallel: bool = False  # the MLP reads the residual that attention reads
     residual_scale: float = 1.0  # of what each half adds
     qkv_joined: tuple[int, int, int] | None = None  # rows of q, k and v in one tensor attn_qkv
+    v_from_k: bool = False  # values are what keys are made of
+    v_norm: bool = False  # an RMS norm of values, over each head, without a weight
     qkv_bias: bool = False
     qkv_clamp: float | None = None
     out_bias: bool = False
@@ -122,6 +124,8 @@ class LayerConfig:
     norm_heads: Literal["one", "each", "all"] = "one"
     rope_first: bool = False  # before the norm of queries and keys
     sub_norms: bool = False  # on what the output and down projections read, over its whole width
+    inputs: int = 0  # channels that go beside the residual to this layer
+    out_scale: bool = False  # the layer's result, residual and all, is multiplied by a tensor
     activation: Activation = "silu"
     xielu: tuple[float, ...] = ()  # alpha_n, alpha_p, beta and eps of that activation
     mlp_gated: bool = True
@@ -131,6 +135,7 @@ class LayerConfig:
     experts: int = 0  # MLPs that a router picks from; 0 for a dense layer
     experts_used: int = 0  # picked for each token
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
+    owns_cache: bool = True  # False: queries only, over the cache of the last owner of its kind
     cache: CacheFormat = CacheFormat()  # how a plan stores K and V
 
     @property
@@ -170,11 +175,29 @@ class ModelConfig:
     embed_scale: float = 1.0
     embed_norm: NormStyle | None = None
     embed_kept: bool = False  # beside the residual, for layers that add it again
+    layer_inputs: int = 0  # channels that each layer reads beside the residual
     positions: int = 0  # rows of a learned position embedding; 0 for none
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     unused: tuple[str, ...] = ()  # ends of names of tensors that a file may have for nothing
     name: str = ""
+
+    @property
+    def width(self) -> int:
+        """Channels of the residual and of what goes beside it."""
+        kept = self.embed if self.embed_kept else 0
+        return self.embed + kept + self.layer_inputs * len(self.layers)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The layer whose cache each layer reads."""
+        shape = self.shape()
+        return tuple(map(shape.cache_owner, range(len(self.layers))))
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The layers that have a cache of their own."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.owns_cache)
 
     def in_context(self, ctx: int) -> ModelConfig:
         """The model for a context of so many positions; `ModelError` where it has fewer."""
@@ -199,6 +222,7 @@ class ModelConfig:
                     mlp=layer.mlp,
                     mlp_block=mlp_block,
                     window=layer.window,
+                    owns_cache=layer.owns_cache,
                     experts=layer.experts,
                     experts_used=layer.experts_used,
                 )

@@ -5,11 +5,22 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.block import Block, Heads
+from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.experts import RoutedMLP
 from jaxllm.models.heads import HeadNorms
-from jaxllm.models.layers import QKV, Array, DenseMLP, HeadsGate, HeadsOut, Norm, SubNorm, param
+from jaxllm.models.layers import (
+    QKV,
+    Array,
+    DenseMLP,
+    Heads,
+    HeadsGate,
+    HeadsOut,
+    Norm,
+    SubNorm,
+    normalise,
+    param,
+)
 from jaxllm.models.rope import RopeTable
 
 
@@ -62,17 +73,24 @@ class DecoderBlock(Block):
     def head_squares(self, heads: Heads) -> Array | None:
         if self.head_norms is None or not self.cfg.needs_squares:
             return None
-        return self.head_norms.squares(heads[0], heads[1])
+        q, k, _ = heads
+        return None if k is None else self.head_norms.squares(q, k)
 
     def before_attention(self, heads: Heads, squares: Array | None, positions: Array) -> Heads:
         q, k, v = heads
         if self.cfg.rope_first:
-            q, k = self.rope(positions, q, k)
+            q, k = self._turn(q, k, positions)
         if self.head_norms is not None:
             q, k = self.head_norms(q, k, squares)
         if not self.cfg.rope_first:
-            q, k = self.rope(positions, q, k)
+            q, k = self._turn(q, k, positions)
+        if v is not None and self.cfg.v_norm:
+            v = normalise(v.astype(jnp.float32), "rms", self.cfg.eps).astype(v.dtype)
         return q, k, v
+
+    def _turn(self, q: Array, k: Array | None, positions: Array) -> tuple[Array, Array | None]:
+        q, *ks = self.rope(positions, q, *(() if k is None else (k,)))
+        return q, ks[0] if ks else None
 
     def after_attention(self, o: Array, x: Array) -> Array:
         return self.out(o if self.gate is None else self.gate(o, self._read(x)))

@@ -29,15 +29,20 @@ class HeadNorms(nnx.Module):
             shape = (kv_heads, heads * cfg.k_dim)
             return param(shape, axes[:2], source, f32, form=f"{side}_heads")
 
-        self.q, self.k = weight("q", cfg.q_per_kv), weight("k", 1)
+        self.q = weight("q", cfg.q_per_kv)
+        self.k = weight("k", 1) if cfg.owns_cache else None
 
     def squares(self, q: Array, k: Array) -> Array:
         """Sums of squares [B, T, 2] of q [B, T, K, G, H] and k [B, T, K, H], over own heads."""
         parts = [x.astype(jnp.float32).reshape(*x.shape[:2], -1) for x in (q, k)]
         return jnp.stack([jnp.sum(x * x, axis=-1) for x in parts], axis=-1)
 
-    def __call__(self, q: Array, k: Array, squares: Array | None) -> tuple[Array, Array]:
-        """Normalised q [B, T, K, G, H] and k [B, T, K, H]."""
+    def __call__(
+        self, q: Array, k: Array | None, squares: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Normalised q [B, T, K, G, H] and, where the layer has keys, k [B, T, K, H]."""
+        if k is None or self.k is None:
+            return self._weigh(q, self.q, None), None
         if self.cfg.norm_heads != "all":
             return self._weigh(q, self.q, None), self._weigh(k, self.k, None)
         assert squares is not None

@@ -22,6 +22,7 @@ from jax import lax
 from jaxllm.models.config import RMS, LayerConfig, NormStyle, bias_of
 
 Array: TypeAlias = jax.Array
+Heads: TypeAlias = tuple[Array, Array | None, Array | None]  # queries, keys and values
 Device: TypeAlias = Any  # jax.Device, which is no type to a type checker
 
 
@@ -139,8 +140,13 @@ class QKV(nnx.Module):
 
     def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
         self.cfg = cfg
-        rows = cfg.q_per_kv * cfg.k_dim + cfg.k_dim + cfg.v_dim
-        names = ("attn_qkv",) if cfg.qkv_joined else ("attn_q", "attn_k", "attn_v")
+        names, rows = ["attn_q"], cfg.q_per_kv * cfg.k_dim
+        if cfg.owns_cache:
+            names, rows = [*names, "attn_k"], rows + cfg.k_dim
+            if not cfg.v_from_k:
+                names, rows = [*names, "attn_v"], rows + cfg.v_dim
+        if cfg.qkv_joined:
+            names = ["attn_qkv"]
         self.weight = param(
             (kv_heads, rows, embed),
             ("kv_group", "head_rows", "embed"),
@@ -154,8 +160,9 @@ class QKV(nnx.Module):
             param((kv_heads, rows), axes, biases, dtype, form="qkv") if cfg.qkv_bias else None
         )
 
-    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
-        """x [B, T, D] -> q [B, T, K, G, H], k [B, T, K, H], v [B, T, K, Hv]."""
+    def __call__(self, x: Array) -> Heads:
+        """x [B, T, D] -> q [B, T, K, G, H], k [B, T, K, H], v [B, T, K, Hv]; k and v are None for
+        a layer without a cache of its own."""
         cfg, w = self.cfg, self.weight[...]
         kv_heads, rows, embed = w.shape
         y = linear(x, w.reshape(kv_heads * rows, embed)).reshape(*x.shape[:-1], kv_heads, rows)
@@ -165,7 +172,10 @@ class QKV(nnx.Module):
             y = jnp.clip(y, -cfg.qkv_clamp, cfg.qkv_clamp)
         q_rows = cfg.q_per_kv * cfg.k_dim
         q = y[..., :q_rows].reshape(*y.shape[:-1], cfg.q_per_kv, cfg.k_dim)
-        return q, y[..., q_rows : q_rows + cfg.k_dim], y[..., q_rows + cfg.k_dim :]
+        if not cfg.owns_cache:
+            return q, None, None
+        k = y[..., q_rows : q_rows + cfg.k_dim]
+        return q, k, k if cfg.v_from_k else y[..., q_rows + cfg.k_dim :]
 
 
 class HeadsOut(nnx.Module):

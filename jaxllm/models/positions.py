@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import ModelError
@@ -49,12 +50,17 @@ def _jais(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 
 def pictured(
-    pairs: Pairs, interleaved: bool = False, without: Pairs | None = None, **layer: Any
+    pairs: Pairs,
+    interleaved: bool = False,
+    without: Pairs | None = None,
+    ends: Mapping[str, Any] = MappingProxyType({}),
+    **layer: Any,
 ) -> Family:
     """A family whose rotation has sections for the time, height and width of pictures.
 
     A token of text is at one place in all three, so that it turns as without sections, unless some
-    pairs turn by neither. `without` are the pairs of files without sections, if they differ.
+    pairs turn by neither. `without` are the pairs of files without sections, if they differ; `ends`
+    are fields of `ModelConfig`.
     """
 
     def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
@@ -68,7 +74,7 @@ def pictured(
                 f"rope.dimension_sections {sections} of {meta.architecture} leave pairs that do "
                 "not turn with text, which is not supported"
             )
-        return read_model(meta, tensors, layers)
+        return read_model(meta, tensors, layers, **ends)
 
     return Family(DecoderBlock, configure)
 
@@ -89,7 +95,7 @@ FAMILIES: Mapping[str, Family] = {
     "jais": Family(DecoderBlock, _jais),
     "mpt": Family(DecoderBlock, _mpt),
     "paddleocr": pictured("halves"),
-    "qwen2vl": pictured("halves", eps=0.0),
+    "qwen2vl": pictured("halves", ends=dict(head_bias=False, unused=("output.bias",)), eps=0.0),
     "qwen3vl": pictured("halves", interleaved=True),
     "refact": plain(None, alibi=ALIBI, unused=("rope_freqs.weight",)),
 }

@@ -9,6 +9,7 @@ from jaxllm.errors import ModelError
 from jaxllm.models import (
     gemma2,
     gemma3,
+    gemma4,
     llama,
     plain,
     positions,
@@ -23,6 +24,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": llama.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,
+    "gemma4": gemma4.FAMILY,
     "talkie": talkie.FAMILY,
     **plain.FAMILIES,
     **positions.FAMILIES,

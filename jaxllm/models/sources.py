@@ -53,9 +53,8 @@ class TensorSource(ABC):
     def shapes(self, slot: Slot) -> list[tuple[int, ...]]:
         """The shapes that the tensors of `slot.source` must have."""
         if slot.form == "qkv":
-            rows = self._layer(slot).qkv_joined or self._qkv_rows(slot)
-            if len(slot.source) == 1:
-                rows = [sum(rows)]
+            joined, rows = self._layer(slot).qkv_joined, self._qkv_rows(slot)
+            rows = [sum(joined)] if joined else rows[: len(slot.source)]
             return [(n, *slot.shape[2:]) for n in rows]
         if slot.form == "columns":
             return [(slot.shape[0], int(np.prod(slot.shape[1:])))]
@@ -141,12 +140,14 @@ class TensorSource(ABC):
         heights = (layer.q_per_kv * layer.k_dim, layer.k_dim, layer.v_dim)
         repeats = (1, layer.kv_repeat, layer.kv_repeat)
         first = [0, 0, 0]  # rows of q, k and v in their tensors
-        if len(tensors) == 1:
-            sections = layer.qkv_joined or self._qkv_rows(slot)
-            first, tensors = [0, sections[0], sections[0] + sections[1]], tensors * 3
+        if layer.qkv_joined:
+            q, k, _ = layer.qkv_joined
+            first, tensors = [0, q, q + k], tensors * 3
+        count = len(tensors)  # fewer where values are made of keys, or a cache is another layer's
         for group, own in zip(range(groups.start, groups.stop), out, strict=True):
             top = 0
-            for tensor, at, height, repeat in zip(tensors, first, heights, repeats, strict=True):
+            parts = zip(tensors, first[:count], heights[:count], repeats[:count], strict=True)
+            for tensor, at, height, repeat in parts:
                 rows = _shift(_flat(slice(group // repeat, group // repeat + 1), height), at)
                 self._rows(tensor, rows, own[top : top + height])
                 top += height

@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.block import Heads
 from jaxllm.models.config import LayerConfig, ModelConfig, NormStyle
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
-from jaxllm.models.layers import Array, normalise, param
+from jaxllm.models.layers import Array, Heads, normalise, param
 
 
 class TalkieBlock(DecoderBlock):
@@ -36,8 +35,10 @@ class TalkieBlock(DecoderBlock):
 
     def before_attention(self, heads: Heads, squares: Array | None, positions: Array) -> Heads:
         q, k, v = super().before_attention(heads, squares, positions)
-        q, k = (normalise(h.astype(jnp.float32), "rms", self.eps) for h in (q, k))
-        return (q * self.gain[...]).astype(v.dtype), k.astype(v.dtype), v
+        assert k is not None
+        sides = (normalise(h.astype(jnp.float32), "rms", self.eps) for h in (q, k))
+        gained, k = (h.astype(q.dtype) for h in sides)
+        return gained * self.gain[...].astype(q.dtype), k, v
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
         joined, read = super().join_attention(x[..., : self.embed], total)

@@ -30,7 +30,10 @@ def _bitnet(meta: Metadata, tensors: Tensors) -> ModelConfig:
 def _cogvlm(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Text only: the experts for pictures are not loaded. The rope is always that of Llama 1."""
     layers = read_layer(meta, tensors, "halves")
-    layers = [layer.with_rope(theta=1e4, factors=None) for layer in layers]
+    sections = (meta.require("embedding_length", int),) * 3
+    layers = [
+        replace(layer.with_rope(theta=1e4, factors=None), qkv_joined=sections) for layer in layers
+    ]
     pictures = [f"vis_{n}.weight" for n in ("attn_qkv", "attn_output", "gate", "up", "down")]
     return read_model(meta, tensors, layers, unused=("rope_freqs.weight", *pictures))
 
