@@ -109,9 +109,11 @@ def read_experts(meta: Metadata, known: bool) -> dict[str, int]:
     return {"experts": count, "experts_used": used}
 
 
-def read_eps(meta: Metadata, kind: NormKind) -> float:
-    """The epsilon of the kind of norm that an architecture has."""
+def read_eps(meta: Metadata, kind: NormKind, needed: bool) -> float:
+    """The epsilon of the kind of norm that an architecture has; zero where it may be missing."""
     key = f"attention.layer_norm_{'rms_' if kind == 'rms' else ''}epsilon"
+    if key not in meta and not needed:
+        return 0.0
     return read_positive(meta, key, meta.require(key, float))
 
 
@@ -121,13 +123,15 @@ def read_layer(
     pairs: Pairs | None,
     norm: NormKind = "rms",
     experts: bool = False,
+    needs_eps: bool = True,
     **changes: Any,
 ) -> list[LayerConfig]:
     """The layers as plain decoders have them; `changes` sets a field of every layer.
 
     Head counts and MLP columns may differ by layer (arrays in the metadata). Experts, biases,
     joined projections and norms of queries and keys are those that the file has. `pairs` is None
-    for an architecture without rope. `experts` says that the family has a form with a mixture.
+    for an architecture without rope. `experts` says that the family has a form with a mixture,
+    `needs_eps` that its files say an epsilon.
     """
     if any(name.endswith(".ffn_gate_inp.weight") for name in tensors):
         changes = read_experts(meta, experts) | changes
@@ -163,7 +167,7 @@ def read_layer(
             mlp=f,
             rope=rope,
             scale=float(meta.get("attention.scale", 0.0)) or 1.0 / sqrt(k_dim),
-            eps=read_eps(meta, norm) if "eps" not in changes else 0.0,
+            eps=read_eps(meta, norm, needs_eps),
         )
         fields |= changes
         stored = _stored(tensors, f"blk.{i}.", norm, fields)

@@ -14,6 +14,7 @@ from jaxllm.models.family import Family, Tensors, read_layer, read_model
 from jaxllm.models.plain import plain
 
 ALIBI = 8.0  # the largest exponent of families whose files do not say it
+UNBIASED = MappingProxyType(dict(head_bias=False, unused=("output.bias",)))  # as in llama.cpp
 BAICHUAN_WITH_ROPE, BAICHUAN_WITH_ALIBI = 32, 40  # layers of the sizes 7B and 13B
 
 
@@ -95,7 +96,7 @@ FAMILIES: Mapping[str, Family] = {
     "jais": Family(DecoderBlock, _jais),
     "mpt": Family(DecoderBlock, _mpt),
     "paddleocr": pictured("halves"),
-    "qwen2vl": pictured("halves", ends=dict(head_bias=False, unused=("output.bias",)), eps=0.0),
+    "qwen2vl": pictured("halves", ends=UNBIASED, needs_eps=False),
     "qwen3vl": pictured("halves", interleaved=True),
     "refact": plain(None, alibi=ALIBI, unused=("rope_freqs.weight",)),
 }

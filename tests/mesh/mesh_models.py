@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
 from jaxllm.models.config import SANDWICH, Norms, NormStyle, Rope
 from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.gemma4 import Gemma4Block
 from support import layer_config, model_config, small_model, with_layers
 
 HALVES = Rope(theta=10000.0, dim=16, pairs="halves")
@@ -62,6 +65,17 @@ def _biased() -> ModelConfig:
     return with_layers(small_model(tied=False, head_bias=True, **ends), **layers)
 
 
+def _shared() -> ModelConfig:
+    """Layers of two kinds, the last of each kind over the cache of the one before; inputs of each
+    layer go beside the residual."""
+    plain = dict(mlp=211, v_norm=True, inputs=8, out_scale=True, norms=SANDWICH, scale=0.25)
+    whole = layer_config(8, 2, 32, rope=HALVES, v_from_k=True, **plain)
+    window = layer_config(8, 2, 16, rope=HALVES, window=24, **plain)
+    layers = [window, whole]
+    layers += [replace(layer, owns_cache=False, v_from_k=False) for layer in layers]
+    return model_config(layers, layer_inputs=8)
+
+
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
     "llama-factors": (DecoderBlock, with_layers(small_model(), rope=PARTIAL)),
@@ -71,6 +85,7 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "gemma3": (DecoderBlock, with_layers(_windows(32), qk_norm=True, scale=0.25, softcap=None)),
     "heads-normed": (DecoderBlock, _heads_normed()),
     "biased": (DecoderBlock, _biased()),
+    "shared": (Gemma4Block, _shared()),
     "head-bias": (DecoderBlock, small_model(tied=False, head_bias=True)),
     "wide-keys": (DecoderBlock, with_layers(small_model(), k_dim=192, v_dim=128, scale=5.0)),
     "wide-values": (DecoderBlock, with_layers(small_model(), v_dim=24)),

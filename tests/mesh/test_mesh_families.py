@@ -75,7 +75,15 @@ def _check_fused(
 
 
 EVERY = [pytest.param(n, d, marks=_group(n)) for n in FAMILIES for d in CUTS]
-OTHERS = ("llama-factors", "heads-normed", "biased", "head-bias", "wide-keys", "wide-values")
+OTHERS = (
+    "llama-factors",
+    "heads-normed",
+    "biased",
+    "shared",
+    "head-bias",
+    "wide-keys",
+    "wide-values",
+)
 SOME = [pytest.param(n, 3, marks=_group(n)) for n in OTHERS]
 
 

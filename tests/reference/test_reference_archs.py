@@ -32,6 +32,7 @@ NAMES = (
 QUICK = (
     "bitnet-dense",
     "bloom-dense",
+    "gemma4-e",
     "glm4-dense",
     "gptneox-dense",
     "muse-glimmer",
@@ -56,6 +57,7 @@ DENSE = (
     "exaone4-dense",
     "falcon-dense",
     "gemma-dense",
+    "gemma4",
     "gpt2-dense",
     "granite-dense",
     "granitemoe-dense",
