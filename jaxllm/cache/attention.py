@@ -21,6 +21,7 @@ from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, precision_of
 
 TILE = 128  # queries of a chunk that are folded together over the chunk's own keys
+SMALLEST_SPAN = 512  # slots of a ring that one decode step folds at once
 LOWEST = -1e30  # finite, so that exp(m - m) is 1 where nothing has been seen yet
 
 
@@ -64,10 +65,15 @@ def attend_block(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, s
     """
     exact = precision_of(q)
     product = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
-    if q.shape[3] == 1:  # keys on the left: three times as fast on CPUs for one position
-        scores = jnp.moveaxis(product("nkph,nkgth->nkpgt", k, q), 2, -1)
-    else:
-        scores = product("nkgth,nkph->nkgtp", q, k)
+
+    def queries_left(q: Array, k: Array) -> Array:
+        return product("nkgth,nkph->nkgtp", q, k)
+
+    def keys_left(q: Array, k: Array) -> Array:  # on CPUs three times as fast for one position
+        return jnp.moveaxis(product("nkph,nkgth->nkpgt", k, q), 2, -1)
+
+    on_cpu = keys_left if q.shape[3] == 1 else queries_left
+    scores = jax.lax.platform_dependent(q, k, cpu=on_cpu, default=queries_left)
     if carry.slopes is not None:  # one product an addition: compilers round two as they like
         scores = scores - carry.slopes[..., None] * seen.distance[:, None, None]
     scores = scores * cfg.scale
@@ -223,6 +229,38 @@ def attend_ring(
         k, v = ring_block(ring, row, 1, positions[:, 0], chunk)
         carry = attend_itself(cfg, carry, q, *decode_block(cfg, q, k, v))
     return carry
+
+
+def decode_spans(capacity: int) -> tuple[int, ...]:
+    """Numbers of slots that `attend_span` has programs for: four a doubling up to `capacity`, so
+    that at most a quarter of what is read is read for nothing."""
+    spans, step = [SMALLEST_SPAN], SMALLEST_SPAN // 4
+    while spans[-1] < capacity:
+        if spans[-1] == 8 * step:
+            step *= 2
+        spans.append(spans[-1] + step)
+    return (*spans[:-1], capacity)
+
+
+def attend_span(
+    cfg: LayerConfig, carry: Carry, q: Array, ring: Ring, row: Array, positions: Array, span: int
+) -> Carry:
+    """Fold the first `span` slots of a ring at once, for rows of one query each.
+
+    A GPU asks the host before each turn of a loop whose length it computes; a fixed span needs no
+    loop. Every position of positions [N, 1] below `capacity` must be below `span`.
+    """
+    rows, span = len(positions), min(span, ring.capacity)
+    zero = jnp.zeros((), row.dtype)
+    k, v = (
+        jax.lax.dynamic_slice(c, (row, zero, zero, zero), (rows, c.shape[1], span, c.shape[3]))
+        for c in ring
+    )
+    # Slot s holds the newest position that is congruent to it; before the first lap none.
+    k_pos = positions - (positions - jnp.arange(span)) % ring.capacity
+    floor = jnp.zeros((rows,), jnp.int32)
+    seen = visible_positions(cfg, positions, k_pos, floor)
+    return attend_block(cfg, carry, q, *decode_block(cfg, q, k, v), seen)
 
 
 def attend_itself(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array) -> Carry:

@@ -1,8 +1,9 @@
-"""`jaxllm bench`: prompt and decode rates, beside what the machine's memory allows and a peer.
+"""`jaxllm bench`: prompt and decode rates, beside what the machine allows and a peer.
 
-Two tests, as llama-bench has them: a prompt of P tokens up to its first token, and N greedy tokens
-after a one-token prompt. Each side runs both once unmeasured, then the sides take turns, so that a
-machine that slows down slows both. Weights, prompt and thread count are the same on both sides.
+Tests as llama-bench has them: a prompt of P tokens up to its first token, and N greedy tokens
+after a prompt of one token or as many as `--n-depth` says. Each side runs all once unmeasured, then
+the sides take turns, so that a machine that slows down slows both. Weights, prompt and thread
+count are the same on both sides.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import bench_peer
-from jaxllm.cli.bench_machine import machine_rates
+from jaxllm.cli.bench_machine import Machine, decode_limit, measure_machine, prompt_limit
+from jaxllm.cli.bench_shapes import SHAPES, model_config
 from jaxllm.cli.options import add_command, add_model, add_split, split_arguments
 from jaxllm.errors import OptionError
 
@@ -30,19 +33,10 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
   jaxllm bench -m smollm2-135m -p 512 -n 64
   jaxllm bench --random-shape small --devices 3 -sm tensor -as 2,1,0 -nkvo
+  jaxllm bench --random-shape llama-8b -p 4096 -d 512,16384 -nkvo
   jaxllm bench --peer transformers --peer-python other-env/bin/python --json
 """
-# name: layers, width, query heads, KV heads, head dim, MLP columns, vocabulary
-SHAPES = {"small": (8, 512, 8, 4, 64, 1536, 8192)}
-
-
-class Rates(NamedTuple):
-    """Tokens a second of one repetition."""
-
-    prompt: float
-    decode: float
-
-
+Rates = dict[str, float]  # tokens a second of one repetition, by test
 Side = Callable[[], Rates]  # runs one repetition
 
 
@@ -54,6 +48,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--random-shape", choices=tuple(SHAPES), help="random weights, not a model")
     parser.add_argument("-p", "--n-prompt", type=int, default=512, metavar="N", help="default 512")
     parser.add_argument("-n", "--n-predict", type=int, default=64, metavar="N", help="default 64")
+    deep = "decode after prompts of so many tokens, comma-separated; default 0"
+    parser.add_argument("-d", "--n-depth", default="0", metavar="N,...", help=deep)
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="default 5")
     parser.add_argument("--peer", choices=("transformers",), help="measure it too, in float32")
     with_torch = "a Python whose environment has torch, transformers and gguf, for --peer"
@@ -69,18 +65,23 @@ def run(args: argparse.Namespace) -> int:
             raise OptionError(f"{option} is {getattr(args, name)}; it must be at least 1")
     if bool(args.peer) != bool(args.peer_python):
         raise OptionError("--peer and --peer-python go together; give both")
+    depths = _depths(args.n_depth)
+    if args.peer and depths != [0]:
+        raise OptionError(f"--n-depth is {args.n_depth}; a peer is measured at 0 only")
     if args.peer and args.random_shape:
         raise OptionError("--peer needs a model that both can load; drop --random-shape")
     import numpy as np
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    llm = _load(args)
+    llm = _load(args, depths)
     if args.peer and any(d.platform != "cpu" for d in llm.plan.mesh.devices):
         raise OptionError("--peer is measured on the CPU; set JAX_PLATFORMS=cpu")
-    prompt = np.random.default_rng(0).integers(0, llm.config.vocab, args.n_prompt).tolist()
+    longest = max(args.n_prompt, *depths)
+    ids = np.random.default_rng(0).integers(0, llm.config.vocab, longest).tolist()
+    prompt = ids[: args.n_prompt]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with _peer(args, prompt, cores or 1) as (versions, peer):
-        sides: dict[str, Side] = {"jaxllm": lambda: _measure(llm, prompt, args.n_predict)}
+        sides: dict[str, Side] = {"jaxllm": lambda: _measure(llm, ids, args, depths)}
         if peer is not None:
             sides[args.peer] = peer
         samples: dict[str, list[Rates]] = {name: [] for name in sides}
@@ -100,9 +101,10 @@ def run(args: argparse.Namespace) -> int:
         "n_predict": args.n_predict,
         "peer": versions,
         "rates": {name: _summary(each) for name, each in samples.items()},
-        "machine": machine_rates(),
     }
-    found["decode_limit"] = _decode_limit(llm, found)
+    machine = measure_machine(llm)
+    found["machine"] = asdict(machine)
+    found["limits"] = _limits(llm, machine, args.n_predict, depths, found["rates"]["jaxllm"])
     if args.peer:
         own, other = found["rates"]["jaxllm"], found["rates"][args.peer]
         found["ratio"] = {test: own[test]["median"] / other[test]["median"] for test in own}
@@ -110,48 +112,49 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace) -> LLM:
-    from jaxllm import LLM, LayerConfig, ModelConfig, Rope
+def _depths(text: str) -> list[int]:
+    try:
+        depths = [int(part) for part in text.split(",")]
+    except ValueError:
+        depths = [-1]
+    if min(depths) < 0:
+        raise OptionError(f"--n-depth is {text!r}; give numbers of tokens, say 0,4096")
+    return list(dict.fromkeys(depths))
 
-    arguments: dict[str, Any] = split_arguments(args) | {"prefix_cache": False}
-    arguments.setdefault("ctx", max(2048, args.n_prompt, args.n_predict + 1))
+
+def _load(args: argparse.Namespace, depths: list[int]) -> LLM:
+    from jaxllm import LLM
+
+    # A deep prompt is computed once and kept; other prompts are not to be found again.
+    arguments: dict[str, Any] = split_arguments(args) | {"prefix_cache": depths != [0]}
+    arguments.setdefault("ctx", max(2048, args.n_prompt, max(depths) + args.n_predict + 1))
     if not args.random_shape:
         return LLM.from_gguf(args.model, devices=args.devices, **arguments)
-    count, embed, heads, kv_heads, dim, mlp, vocab = SHAPES[args.random_shape]
-    layer = LayerConfig(
-        kv_heads=kv_heads,
-        q_per_kv=heads // kv_heads,
-        k_dim=dim,
-        v_dim=dim,
-        mlp=mlp,
-        rope=Rope(theta=10000.0, dim=dim, pairs="halves"),
-        scale=dim**-0.5,
-        eps=1e-5,
-    )
-    cfg = ModelConfig(
-        architecture="random",
-        embed=embed,
-        vocab=vocab,
-        layers=(layer,) * count,
-        eps=1e-5,
-        tied=True,
-        ctx_train=0,
-        name=f"random {args.random_shape}",
-    )
-    return LLM.from_config(cfg, devices=args.devices, **arguments)
+    return LLM.from_config(model_config(args.random_shape), devices=args.devices, **arguments)
 
 
-def _measure(llm: LLM, prompt: list[int], predict: int) -> Rates:
+def decode_name(depth: int) -> str:
+    """The name of a decode test."""
+    return f"decode @ d{depth}" if depth else "decode"
+
+
+def _measure(llm: LLM, ids: list[int], args: argparse.Namespace, depths: list[int]) -> Rates:
     from jaxllm import SamplingParams
 
-    start = time.perf_counter()
-    llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
-    seconds = time.perf_counter() - start
+    predict = args.n_predict
+    one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     greedy = SamplingParams(max_tokens=predict + 1, temperature=0, ignore_eos=True)
-    (done,) = llm.generate([prompt[:1]], greedy)
-    if len(done.token_ids) <= predict:
-        raise OptionError(f"the context (-c) ends before {predict} tokens; raise it")
-    return Rates(len(prompt) / seconds, done.generation_rate)
+    rates = {}
+    for depth in depths:
+        (done,) = llm.generate([ids[: max(depth, 1)]], greedy)
+        if len(done.token_ids) <= predict:
+            raise OptionError(f"the context (-c) ends before {predict} tokens; raise it")
+        rates[decode_name(depth)] = done.generation_rate
+    # Begun with another token, so that nothing of it is kept from the prompts above.
+    prompt = [(ids[0] + 1) % llm.config.vocab, *ids[1 : args.n_prompt]]
+    start = time.perf_counter()
+    llm.generate([prompt], one)
+    return {"prompt": len(prompt) / (time.perf_counter() - start)} | rates
 
 
 @contextmanager
@@ -185,7 +188,7 @@ def _peer(
             with suppress(BrokenPipeError):  # answer() tells why it ended
                 process.stdin.write("go\n")
                 process.stdin.flush()
-            return Rates(**answer())
+            return answer()
 
         pipe = subprocess.PIPE
         try:
@@ -200,24 +203,26 @@ def _peer(
             process.communicate()
 
 
-def _decode_limit(llm: LLM, found: dict[str, Any]) -> dict[str, float] | None:
-    """Decode against reading every weight once a token; None for several real devices, whose
-    memories are read side by side."""
-    plan = llm.plan
-    if len(plan.mesh) > 1 and any(d.platform != "cpu" for d in plan.mesh.devices):
-        return None
-    size = sum(plan.weight_bytes(i) for i in range(len(plan.mesh)))
-    if not llm.config.tied:  # of the input table only one row is read
-        size -= llm.config.vocab * llm.config.embed * plan.options.itemsize
-    limit = found["machine"]["read_gb_s"] * 1e9 / size
-    share = found["rates"]["jaxllm"]["decode"]["median"] / limit
-    return {"weight_bytes": size, "tokens_per_second": limit, "share": share}
+def _limits(
+    llm: LLM, machine: Machine, predict: int, depths: list[int], rates: dict[str, Any]
+) -> dict[str, dict[str, float]]:
+    """What the machine allows, by test, and which share of it was reached."""
+    limits = {"prompt": {"tokens_per_second": prompt_limit(llm.plan, machine)}}
+    for depth in depths:
+        found = decode_limit(llm.plan, machine, depth + predict // 2)
+        if found is not None:
+            limits[decode_name(depth)] = found
+    return {
+        test: limit | {"share": rates[test]["median"] / limit["tokens_per_second"]}
+        for test, limit in limits.items()
+    }
 
 
 def _summary(samples: list[Rates]) -> dict[str, Any]:
+    columns = {test: [each[test] for each in samples] for test in samples[0]}
     return {
         test: {"median": median(each), "min": min(each), "max": max(each), "samples": each}
-        for test, each in zip(Rates._fields, map(list, zip(*samples, strict=True)), strict=True)
+        for test, each in columns.items()
     }
 
 
@@ -227,22 +232,32 @@ def to_text(found: dict[str, Any]) -> str:
     lines = [f"{found['model']}, {found['dtype']}, {where}"]
     if found["peer"]:
         lines.append(f"peer: {found['peer']}, float32")
-    lines.append(f"{'tokens/s':<24}{'median':>10}{'min':>10}{'max':>10}")
-    names = {"prompt": f"prompt {found['n_prompt']}", "decode": f"decode {found['n_predict']}"}
+    lines.append(f"{'tokens/s':<28}{'median':>10}{'min':>10}{'max':>10}{'limit':>10}{'share':>8}")
+    sizes = {"prompt": found["n_prompt"]}
     for side, tests in found["rates"].items():
         for test, row in tests.items():
-            figures = "".join(f"{row[name]:>10.1f}" for name in ("median", "min", "max"))
-            lines.append(f"{f'{side} {names[test]}':<24}{figures}")
+            name, _, depth = test.partition(" ")
+            label = f"{side} {name} {sizes.get(name, found['n_predict'])} {depth}"
+            figures = "".join(f"{row[column]:>10.1f}" for column in ("median", "min", "max"))
+            limit = found["limits"].get(test)
+            if side == "jaxllm" and limit is not None:
+                figures += f"{limit['tokens_per_second']:>10.1f}{limit['share']:>8.0%}"
+            lines.append(f"{label:<28}{figures}")
     for test, ratio in found.get("ratio", {}).items():
-        lines.append(f"{'ratio ' + names[test]:<24}{ratio:>10.2f}")
+        lines.append(f"{'ratio ' + test:<28}{ratio:>10.2f}")
     if found["load_before"] > found["cores"] / 4:
         lines.append(f"the machine was not idle: load {found['load_before']:.1f} before")
-    (read, flops), limit = found["machine"].values(), found["decode_limit"]
-    lines.append(f"memory read {read:.1f} GB/s, float32 matmul {flops:.0f} GFLOP/s")
-    if limit is not None:
+    machine = found["machine"]
+    rates = f"memory read {machine['read_gb_s']:.1f} GB/s"
+    rates += f", {found['dtype']} matmul {machine['matmul_gflop_s']:.0f} GFLOP/s"
+    if machine["link_gb_s"] is not None:
+        rates += f", host link {machine['link_gb_s']:.1f} GB/s"
+    lines.append(rates)
+    deepest = [limit for limit in found["limits"].values() if "weight_bytes" in limit][-1:]
+    for limit in deepest:
         lines.append(
-            f"a token reads {limit['weight_bytes'] / 1e9:.3f} GB of weights:"
-            f" at most {limit['tokens_per_second']:.1f} tokens/s, decode is"
-            f" {100 * limit['share']:.0f} % of that"
+            f"a token reads {limit['weight_bytes'] / 1e9:.3f} GB of weights and"
+            f" {limit['cache_bytes'] / 1e9:.3f} GB of cache, {limit['link_bytes'] / 1e9:.3f} GB of"
+            " it over the link"
         )
     return "\n".join(lines)

@@ -31,6 +31,7 @@ class Engine(ABC):
     """
 
     plan: Plan
+    runs_ahead: bool = False  # whether `greedy` is worth starting before its tokens are known
     at_work: int | None = None  # the device that a program was last given to, where that is known
 
     @abstractmethod
@@ -44,12 +45,27 @@ class Engine(ABC):
         """Logits after tokens at [N, J] of the step's chunk: float32 [N J, V], or with `top` > 0
         the largest only."""
 
+    def greedy(self, tokens: Any, starts: np.ndarray) -> Any:
+        """A whole step of all rows, tokens int32 [rows] at positions starts [rows]: the likeliest
+        tokens, for `read`. Where `runs_ahead`, it returns before
+        they are known, and they may be the tokens of the next step while they still are not."""
+        hidden = self.forward(np.asarray(tokens)[:, None], 0, starts)
+        best = self.logits(hidden, np.zeros((len(starts), 1), np.int32), 1)
+        self.settle(0, starts + 1)
+        assert isinstance(best, Top)
+        return best.ids[:, 0]
+
+    def read(self, ids: Any) -> np.ndarray:
+        """The tokens [rows] that `greedy` gave, once they are known."""
+        return np.asarray(ids)
+
     def settle(self, row: int, ends: np.ndarray) -> None:  # noqa: B027 (nothing to do is fine)
         """After a step: rows row .. row + N now end at ends[n]."""
 
-    def rehearse(self) -> Iterator[None]:
-        """For warm-up: put row 0 into each state that makes `forward` use other programs."""
-        yield
+    def rehearse(self, chunk: int) -> Iterator[int]:
+        """For warm-up with steps of `chunk` tokens a row: put row 0 into each state that makes
+        `forward` use other programs; the position to run at."""
+        yield 0
 
     @abstractmethod
     def release(self, row: int) -> None:

@@ -7,7 +7,7 @@ nothing, so that padding changes no result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxllm.cache.attention import Ring, attend_ring, empty_ring
+from jaxllm.cache.attention import Ring, attend_ring, attend_span, decode_spans, empty_ring
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import (
+    Step,
     Top,
     begin_attention,
     end_attention,
@@ -49,11 +50,14 @@ def forward(
     model: LocalModel,
     leaves: Leaves,
     rings: tuple[Ring, ...],
-    packed: Array,
+    step: Step,
     total: Callable[[Array], Array],
+    span: int | None = None,
 ) -> tuple[Array, tuple[Ring, ...]]:
-    """One step over all layers: the hidden states [N, T, D] before the head, and the new rings."""
-    step = unpack_step(packed)
+    """One step over all layers: the hidden states [N, T, D] before the head, and the new rings.
+
+    With a span rows have one token, and attention reads that many slots of a ring at once.
+    """
     ends = model.ends.bind(leaves.ends)
     x = total(ends.embed(step.tokens, step.positions, leaves.vocab))
     held: dict[int, Ring] = dict(zip(model.cfg.cached, rings, strict=True))
@@ -67,7 +71,10 @@ def forward(
         own = held[index] if cfg.owns_cache else None
         q, carry, own = begin_attention(block, cfg, heads, squares, own, step)
         held |= {} if own is None else {index: own}
-        carry = attend_ring(cfg, carry, q, held[owner], step.row, step.positions)
+        if span is None:
+            carry = attend_ring(cfg, carry, q, held[owner], step.row, step.positions)
+        else:
+            carry = attend_span(cfg, carry, q, held[owner], step.row, step.positions, span)
         x, read = block.join_attention(x, total(end_attention(block, cfg, carry, x)))
         x = block.join_mlp(x, total(block.mlp(read)))
     return x, tuple(held.values())
@@ -88,11 +95,15 @@ def _per_device(mesh: JaxMesh | None, local: Callable, sharded: int, whole: int)
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
 
 
+def _same(mesh: JaxMesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def _total(mesh: JaxMesh | None) -> Callable[[Array], Array]:
     return (lambda x: x) if mesh is None else partial(jax.lax.psum, axis_name=AXIS)
 
 
-@partial(jax.jit, static_argnames=("model", "mesh"), donate_argnames=("rings",))
+@partial(jax.jit, static_argnames=("model", "mesh", "span"), donate_argnames=("rings",))
 def _forward(
     leaves: Leaves,
     rings: tuple[Ring, ...],
@@ -100,13 +111,48 @@ def _forward(
     *,
     model: LocalModel,
     mesh: JaxMesh | None,
+    span: int | None,
 ) -> tuple[Array, tuple[Ring, ...]]:
     def local(
         leaves: Leaves, rings: tuple[Ring, ...], packed: Array
     ) -> tuple[Array, tuple[Ring, ...]]:
-        return forward(model, leaves, rings, packed, _total(mesh))
+        return forward(model, leaves, rings, unpack_step(packed), _total(mesh), span)
 
     return _per_device(mesh, local, 2, 1)(leaves, rings, packed)
+
+
+@partial(jax.jit, static_argnames=("model", "mesh", "span"), donate_argnames=("rings",))
+def _greedy(
+    leaves: Leaves,
+    rings: tuple[Ring, ...],
+    tokens: Array,
+    starts: Array,
+    *,
+    model: LocalModel,
+    mesh: JaxMesh | None,
+    span: int | None,
+) -> tuple[Array, tuple[Ring, ...]]:
+    """A step of one token a row, head included: the likeliest tokens [N], and the new rings."""
+
+    def local(
+        leaves: Leaves, rings: tuple[Ring, ...], tokens: Array, starts: Array
+    ) -> tuple[Array, tuple[Ring, ...]]:
+        zeros = jnp.zeros_like(starts)
+        step = Step(tokens[:, None], zeros[0], starts, zeros)
+        x, rings = forward(model, leaves, rings, step, _total(mesh), span)
+        at = zeros[:, None]
+        best = head_logits(model.ends.bind(leaves.ends), x, at, leaves.vocab, top=1)
+        assert isinstance(best, Top)
+        values, ids = best.values[:, 0, 0], best.ids[:, 0, 0]
+        if mesh is not None:  # the first of equal devices has the lower ids
+            values, ids = (jax.lax.all_gather(a, AXIS) for a in (values, ids))
+            ids = jnp.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]
+        return ids, rings
+
+    ids, rings = _per_device(mesh, local, 2, 2)(leaves, rings, tokens, starts)
+    if mesh is not None:
+        ids = jax.lax.with_sharding_constraint(ids[0], _same(mesh))
+    return ids, rings
 
 
 @partial(jax.jit, static_argnames=("ends", "top", "mesh"))
@@ -143,7 +189,7 @@ def pure_step(
             raise OptionError(f"a step of {count} tokens is longer than ubatch {ubatch}; cut it")
         zeros = jnp.zeros((len(tokens), 1), jnp.int32)
         packed = jnp.concatenate([tokens, zeros, starts[:, None], zeros], axis=1, dtype=jnp.int32)
-        x, rings = forward(model, leaves, rings, packed, lambda x: x)
+        x, rings = forward(model, leaves, rings, unpack_step(packed), lambda x: x)
         written = (starts >= 0) & (starts + count <= ctx) & (starts % ubatch + count <= ubatch)
         logits = model.ends.bind(leaves.ends).logits(x)
         return jnp.where(written[:, None, None], logits, jnp.nan), rings
@@ -165,6 +211,10 @@ class FusedEngine(Engine):
         self.where = where
         self.rings = empty_rings(plan, model, where)
         self.row_axis = 0 if self.mesh is None else 1
+        first = where.devices.flat[0] if isinstance(where, JaxMesh) else where
+        self.same = SingleDeviceSharding(first) if self.mesh is None else _same(self.mesh)
+        self.runs_ahead = first.platform != "cpu"
+        self.spans = decode_spans(plan.options.ctx) if self.runs_ahead else ()
         self.written = np.zeros(plan.options.slots, np.int64)
         self.since: dict[tuple[int, int], int] = {}
         self.capacities = {
@@ -179,11 +229,41 @@ class FusedEngine(Engine):
             self.rings = empty_rings(self.plan, self.model, self.where)
         return lost
 
+    def _write(self, row: int, starts: np.ndarray, chunk: int) -> int | None:
+        """Note what a step writes; the span of slots that it reads, None to read them in turn."""
+        ends = np.where(starts < 0, 0, starts + chunk)
+        own = slice(row, row + len(starts))
+        self.written[own] = np.maximum(self.written[own], ends)
+        if chunk > 1 or not self.spans:
+            return None
+        return next(span for span in self.spans if span >= ends.max())
+
+    @frees_on_failure
+    def greedy(self, tokens: Any, starts: np.ndarray) -> Any:
+        span = self._write(0, starts, 1)
+        if isinstance(tokens, np.ndarray):
+            tokens = jax.device_put(tokens.astype(np.int32), self.same)
+        ids, self.rings = _greedy(
+            self.leaves,
+            self.rings,
+            tokens,
+            starts.astype(np.int32),
+            model=self.model,
+            mesh=self.mesh,
+            span=span,
+        )
+        return ids
+
+    @frees_on_failure
+    def read(self, ids: Any) -> np.ndarray:
+        return np.asarray(ids)
+
+    def rehearse(self, chunk: int) -> Iterator[int]:
+        yield from (span - 1 for span in self.spans) if chunk == 1 and self.spans else (0,)
+
     @frees_on_failure
     def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Array:
-        ends = np.where(starts < 0, 0, starts + tokens.shape[1])
-        own = slice(row, row + len(tokens))
-        self.written[own] = np.maximum(self.written[own], ends)
+        span = self._write(row, starts, tokens.shape[1])
         packed = pack_step(tokens, row, starts, np.zeros_like(starts))
         x, self.rings = _forward(
             self.leaves,
@@ -191,6 +271,7 @@ class FusedEngine(Engine):
             packed,
             model=self.model,
             mesh=self.mesh,
+            span=span,
         )
         return x
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -87,6 +87,11 @@ class Request:
         newest = 1 if self.token_ids and self.finish_reason != "stop" else 0
         return len(self.prompt) + len(self.token_ids) - newest
 
+    def goes_on(self, ctx: int) -> bool:
+        """Whether the request has room for a token after the next one."""
+        count = len(self.token_ids) + 1
+        return count < self.params.max_tokens and len(self.prompt) + count <= ctx
+
     def accept(self, token: int, logprob: Logprob | None, ctx: int) -> None:
         """Add a token and see whether it ends the completion."""
         if token in self.eog and not self.params.ignore_eos:
@@ -108,12 +113,15 @@ def generate(
     end. Closed early, rows keep what they hold; after an exception the rows in use hold nothing."""
     waiting = deque(requests)
     running: list[Request | None] = [None] * rows.slots
+    flight: _Flight | None = None
     try:
         while waiting or any(running):
             while waiting and None in running:
                 yield from _start(engine, rows, running, waiting.popleft(), ctx, ubatch)
-            if any(running):
+            if any(r and not r.params.plainly_greedy for r in running) and flight is None:
                 yield from _advance(engine, rows, running, ctx)
+            elif any(running):
+                flight = yield from _advance_greedy(engine, rows, running, ctx, flight)
     except GeneratorExit:  # it comes between steps
         for row, request in enumerate(running):
             if request is not None:
@@ -172,6 +180,49 @@ def _advance(
             yield from _take(engine, rows, running, row, logits, row, ctx)
 
 
+class _Flight(NamedTuple):
+    """A greedy step under way: the tokens that it will give, and whom."""
+
+    ids: Any
+    requests: list[Request | None]
+
+
+def _advance_greedy(
+    engine: Engine,
+    rows: Rows,
+    running: list[Request | None],
+    ctx: int,
+    flight: _Flight | None,
+) -> Generator[tuple[Request, int | None], None, _Flight | None]:
+    """Take the tokens of a step, and start the one after it before they are known, so that a
+    device need not wait for the host; returned is the step under way, if there is one.
+
+    A row that turns out to have ended runs one step in vain, past what it holds.
+    """
+    began = time.perf_counter()
+    active = [r for r in running if r is not None]
+    pairs = zip(running, flight.requests if flight else running, strict=True)
+    started = any(r is not None and r is not other for r, other in pairs)
+    if flight is None:
+        tokens = np.asarray([r.token_ids[-1] if r else 0 for r in running], np.int32)
+        starts = np.asarray([r.length if r else -1 for r in running], np.int32)
+        flight = _Flight(engine.greedy(tokens, starts), list(running))
+    ahead = None
+    if engine.runs_ahead and not started:
+        going = [r if r is not None and r.goes_on(ctx) else None for r in running]
+        if any(going):
+            starts = np.asarray([r.length + 1 if r else -1 for r in going], np.int32)
+            ahead = _Flight(engine.greedy(flight.ids, starts), going)
+    ids = engine.read(flight.ids).tolist()
+    spent = time.perf_counter() - began
+    for request in active:
+        request.decode_seconds += spent
+    for row, request in enumerate(flight.requests):
+        if request is not None and request is running[row]:
+            yield from _accept(engine, rows, running, row, ids[row], None, ctx)
+    return ahead
+
+
 def _take(
     engine: Engine,
     rows: Rows,
@@ -183,8 +234,22 @@ def _take(
 ) -> Iterator[tuple[Request, int | None]]:
     request = running[row]
     assert request is not None
+    yield from _accept(engine, rows, running, row, *request.sampler.next(logits, index), ctx)
+
+
+def _accept(
+    engine: Engine,
+    rows: Rows,
+    running: list[Request | None],
+    row: int,
+    token: int,
+    logprob: Logprob | None,
+    ctx: int,
+) -> Iterator[tuple[Request, int | None]]:
+    request = running[row]
+    assert request is not None
     count = len(request.token_ids)
-    request.accept(*request.sampler.next(logits, index), ctx)
+    request.accept(token, logprob, ctx)
     if len(request.token_ids) > count:
         yield request, request.token_ids[-1]
     if request.finish_reason is not None or request.cancelled:

@@ -88,6 +88,11 @@ class SamplingParams:
         return bool(changed) and self.repeat_last_n != 0
 
     @property
+    def plainly_greedy(self) -> bool:
+        """Whether the likeliest token is all that is asked for."""
+        return self.temperature == 0 and not self.penalised and self.logprobs is None
+
+    @property
     def top(self) -> int:
         """The smallest of `TOPS` that holds all that this request can look at, 0 if none does."""
         need = 1 if self.temperature == 0 else self.top_k

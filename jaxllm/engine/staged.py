@@ -151,8 +151,8 @@ class StagedEngine(Engine):
                         at, left = at + size * self.page, left - size
         self.floor[row] = first + full * self.page
 
-    def rehearse(self) -> Iterator[None]:
-        yield
+    def rehearse(self, chunk: int) -> Iterator[int]:
+        yield 0
         for size in group_sizes(self.plan.options.group_pages):
             if size * self.page > self.plan.options.ctx:
                 continue
@@ -164,7 +164,7 @@ class StagedEngine(Engine):
                     at = np.int32(0)
                     pages = cut(rings[layer], at, at, page=self.page, pages=size)
                     self.stores[device].add(layer, 0, 0, pages)
-            yield
+            yield 0
             for store in self.stores:  # a group that loses a page is cut
                 for layer in range(len(self.plan.layers)):
                     store.trim(layer, 0, self.page)

@@ -19,9 +19,11 @@ def warm_up(engine: Engine, plan: Plan, places: int) -> None:
     steps = [(1, size) for size in chunk_sizes(options.ubatch)] + [(options.slots, 1)]
     for rows, size in dict.fromkeys(steps):
         hidden = None
-        for _ in engine.rehearse():
-            tokens = np.zeros((rows, size), np.int32)
-            hidden = engine.forward(tokens, 0, np.zeros(rows, np.int32))
+        for position in engine.rehearse(size):
+            tokens, starts = np.zeros((rows, size), np.int32), np.full(rows, position, np.int32)
+            hidden = engine.forward(tokens, 0, starts)
+            if (rows, size) == (options.slots, 1):
+                engine.greedy(tokens[:, 0], starts)
         for top in (0, *TOPS):
             engine.logits(hidden, np.zeros((rows, 1), np.int32), top)
         if size > 1:

@@ -13,6 +13,7 @@ A parameter's `form` says how GGUF tensors, seen as [rows, columns], are laid to
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from functools import lru_cache
@@ -26,6 +27,7 @@ from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.heads import alibi_slopes
 from jaxllm.models.weights import Slot
 
+DRAWN = 1 << 22  # values that are drawn for a random tensor
 IGNORED = ".attn_rot_embd.weight"  # of old files; computed instead
 HEAD_FORMS = ("q_heads", "k_heads")
 
@@ -198,7 +200,10 @@ class GGUFSource(TensorSource):
 
 
 class RandomSource(TensorSource):
-    """Normal weights of one seed, the same for every plan; norms and rope factors are ones."""
+    """Normal weights of one seed, the same for every plan; norms and rope factors are ones.
+
+    Rows of a large tensor repeat after `DRAWN` values: drawing takes longer than copying.
+    """
 
     def __init__(self, cfg: ModelConfig, seed: int = 0, std: float = 0.02):
         super().__init__(cfg)
@@ -207,8 +212,10 @@ class RandomSource(TensorSource):
 
     def _draw(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         stream = np.random.PCG64([self.seed, zlib.crc32(name.encode())])
-        values = np.random.Generator(stream).standard_normal(shape, np.float32)
-        return values.reshape(-1, shape[-1]) * np.float32(self.std)
+        columns = shape[-1]
+        rows = min(math.prod(shape[:-1]), max(1, DRAWN // columns))
+        values = np.random.Generator(stream).standard_normal((rows, columns), np.float32)
+        return values * np.float32(self.std)
 
     def fill(self, slot: Slot, index: tuple[slice, ...], out: np.ndarray) -> None:
         if len(slot.shape) == 1 and slot.form == "plain":
@@ -221,4 +228,9 @@ class RandomSource(TensorSource):
     def copy(
         self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: np.ndarray
     ) -> None:
-        out[...] = self._values(name, shape)[rows, columns].reshape(out.shape)
+        values = self._values(name, shape)
+        if rows.stop > len(values):
+            repeated = np.arange(rows.start, rows.stop) % len(values)
+            out[...] = values[repeated, columns].reshape(out.shape)
+        else:
+            out[...] = values[rows, columns].reshape(out.shape)

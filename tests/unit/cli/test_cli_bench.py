@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
+from jaxllm.cli.bench_machine import Machine
+
 TINY = ("-p", "24", "-n", "4", "-c", "64", "--page", "16", "-ub", "16", "--devices", "1")
-MACHINE = {"read_gb_s": 10.0, "float32_gflop_s": 100.0}
+MACHINE = Machine(read_gb_s=10.0, matmul_gflop_s=100.0, link_gb_s=1.0)
 Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxllm.cli.bench.machine_rates", lambda: MACHINE)
+    monkeypatch.setattr("jaxllm.cli.bench.measure_machine", lambda llm: MACHINE)
 
 
 def peer(path: Path, body: str) -> str:
@@ -37,10 +39,12 @@ def test_rates_of_a_random_model(cli: Cli):
         assert len(row["samples"]) == 3
         assert 0 < row["min"] <= row["median"] <= row["max"]
         assert row["median"] in row["samples"]
-    limit = found["decode_limit"]
+    limit = found["limits"]["decode"]
     parameters = 8 * (512 * (512 + 2 * 256 + 512 + 3 * 1536) + 2 * 512) + 8192 * 512 + 512
     assert limit["weight_bytes"] == 4 * parameters
-    assert limit["tokens_per_second"] == pytest.approx(10e9 / (4 * parameters))
+    assert limit["cache_bytes"] == 8 * 4 * 2 * 64 * 4 * 2  # two positions of K and V
+    most = 10e9 / (limit["weight_bytes"] + limit["cache_bytes"])
+    assert limit["tokens_per_second"] == pytest.approx(most)
     decode = found["rates"]["jaxllm"]["decode"]["median"]
     assert limit["share"] == pytest.approx(decode / limit["tokens_per_second"])
 
@@ -67,7 +71,19 @@ def test_the_table(cli: Cli, small: str):
     assert code == 0, err
     assert "jaxllm prompt 24" in out and "jaxllm decode 4" in out
     assert "memory read 10.0 GB/s, float32 matmul 100 GFLOP/s" in out
-    assert "% of that" in out
+    assert "of cache, 0.000 GB of it over the link" in out
+
+
+def test_decode_at_depths(cli: Cli):
+    options = ("--random-shape", "small", "-d", "8,40", "-nkvo", "-r", "1", "--json", *TINY)
+    code, out, err = cli("bench", *options)
+    assert code == 0, err
+    found = json.loads(out)
+    assert list(found["rates"]["jaxllm"]) == ["prompt", "decode @ d8", "decode @ d40"]
+    shallow, deep = (found["limits"][f"decode @ d{depth}"] for depth in (8, 40))
+    assert shallow["link_bytes"] == 0  # no page is full
+    assert deep["link_bytes"] == 2 * 16 * 8 * 4 * 2 * 64 * 4
+    assert deep["tokens_per_second"] == pytest.approx(1e9 / deep["link_bytes"])
 
 
 def test_sides_take_turns_and_the_ratio_is_of_medians(cli: Cli, small: str, tmp_path: Path):
@@ -114,6 +130,7 @@ def test_a_peer_that_fails(
 
 def test_options_that_cannot_be(refused: Callable[..., str], small: str, tmp_path: Path):
     assert "--n-prompt is 0" in refused("bench", "-m", small, "-p", "0")
+    assert "--n-depth is '1,x'" in refused("bench", "-m", small, "-d", "1,x")
     assert "--repetitions is 0" in refused("bench", "-m", small, "-r", "0")
     assert "give both" in refused("bench", "-m", small, "--peer", "transformers")
     both = ("--peer", "transformers", "--peer-python", "p")
