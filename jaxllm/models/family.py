@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log, sqrt
 from typing import Any
 
@@ -123,6 +123,7 @@ def read_layer(
     pairs: Pairs | None,
     norm: NormKind = "rms",
     experts: bool = False,
+    weights: bool = True,
     needs_eps: bool = True,
     **changes: Any,
 ) -> list[LayerConfig]:
@@ -131,7 +132,7 @@ def read_layer(
     Head counts and MLP columns may differ by layer (arrays in the metadata). Experts, biases,
     joined projections and norms of queries and keys are those that the file has. `pairs` is None
     for an architecture without rope. `experts` says that the family has a form with a mixture,
-    `needs_eps` that its files say an epsilon.
+    `weights` that its norms have weights, `needs_eps` that its files say an epsilon.
     """
     if any(name.endswith(".ffn_gate_inp.weight") for name in tensors):
         changes = read_experts(meta, experts) | changes
@@ -170,48 +171,43 @@ def read_layer(
             eps=read_eps(meta, norm, needs_eps),
         )
         fields |= changes
-        stored = _stored(tensors, f"blk.{i}.", norm, fields)
+        fields["norm"] = NormStyle(norm, weights)
+        stored = _stored(tensors, f"blk.{i}.", fields)
         layers.append(LayerConfig(**(fields | stored | changes)))
     return layers
 
 
-def _stored(
-    tensors: Tensors, prefix: str, norm: NormKind, fields: Mapping[str, Any]
-) -> dict[str, Any]:
+def _stored(tensors: Tensors, prefix: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The switches of a layer that its tensors tell."""
 
     def shape(name: str) -> tuple[int, ...]:
         info = tensors.get(prefix + name)
         return () if info is None else tuple(info.shape)
 
+    style: NormStyle = fields["norm"]
     names: Norms = fields.get("norms", Norms())
     norms = [n for n in (names.attn, names.attn_post, names.mlp, names.mlp_post) if n]
     heads, k_dim = fields["kv_heads"] * fields["q_per_kv"], fields["k_dim"]
     found: dict[str, Any] = dict(
-        norm=NormStyle(
-            norm,
-            weight=any(shape(n) for n in norms),
-            biases=tuple(b for b in map(bias_of, norms) if shape(b)),
-        ),
+        norm=replace(style, biases=tuple(b for b in map(bias_of, norms) if shape(b))),
         qkv_bias=bool(shape("attn_q.bias") or shape("attn_qkv.bias")),
         out_bias=bool(shape("attn_output.bias")),
         mlp_bias=bool(shape("ffn_up.bias")),
     )
-    if shape("attn_qkv.weight"):  # some files have more rows of values than are read
-        q, k = heads * k_dim, fields["kv_heads"] * k_dim
-        found["qkv_joined"] = q, k, shape("attn_qkv.weight")[0] - q - k
+    if shape("attn_qkv.weight"):
+        sections = heads * k_dim, fields["kv_heads"] * k_dim, fields["kv_heads"] * fields["v_dim"]
+        found["qkv_joined"] = sections
     if shape("attn_q_norm.weight"):
         kinds = {(k_dim,): "one", (heads, k_dim): "each"}
         over = kinds.get(shape("attn_q_norm.weight"), "all")
-        if over == "all" and norm == "layer":
+        if over == "all" and style.kind == "layer":
             raise ModelError(
                 f"{prefix}attn_q_norm.weight is a layer norm over all heads, which is not "
                 "supported; use a model without"
             )
         found |= dict(qk_norm=True, norm_heads=over)
-    if shape("ffn_up.weight"):
-        joined = shape("ffn_up.weight")[0] == 2 * fields["mlp"]
-        found |= dict(mlp_joined=joined, mlp_gated=joined or bool(shape("ffn_gate.weight")))
+    if fields.get("mlp_gated", True):
+        found["mlp_joined"] = shape("ffn_up.weight")[:1] == (2 * fields["mlp"],)
     return found
 
 
@@ -232,11 +228,7 @@ def read_model(
         vocab=table.shape[0],
         layers=tuple(layers),
         eps=layers[0].eps,
-        norm=NormStyle(
-            layers[0].norm.kind,
-            weight="output_norm.weight" in tensors,
-            biases=biases,
-        ),
+        norm=NormStyle(layers[0].norm.kind, layers[0].norm.weight, biases),
         tied="output.weight" not in tensors,
         head_bias="output.bias" in tensors,
         embed_norm=NormStyle(layers[0].norm.kind, biases=biases)

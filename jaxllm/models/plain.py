@@ -11,6 +11,7 @@ from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, NormKind, Tensors, read_layer, read_model
 
 POST_NORMS = Norms(None, SANDWICH.attn_post, None, SANDWICH.mlp_post)
+PLAIN_MLP: Mapping[str, Any] = {"mlp_gated": False}  # down(act(up(x)))
 ONE_NORM = Norms(mlp=Norms().attn)  # read by attention and an MLP beside it
 
 
@@ -28,30 +29,30 @@ def plain(
 
 
 FAMILIES: Mapping[str, Family] = {
-    "arcee": plain("neighbours", activation="relu2"),
+    "arcee": plain("neighbours", **PLAIN_MLP, activation="relu2"),
     "chatglm": plain("neighbours"),
-    "codeshell": plain("halves", "layer", activation="gelu"),
+    "codeshell": plain("halves", "layer", **PLAIN_MLP, activation="gelu"),
     "deci": plain("neighbours"),
     "ernie4_5": plain("neighbours"),
     "exaone": plain("halves"),
-    "gpt2": plain(None, "layer", activation="gelu"),
+    "gpt2": plain(None, "layer", **PLAIN_MLP, activation="gelu"),
     "hunyuan-dense": plain("halves", rope_first=True),
     "internlm2": plain("neighbours"),
-    "jais2": plain("halves", "layer", activation="relu2"),
+    "jais2": plain("halves", "layer", **PLAIN_MLP, activation="relu2"),
     "maincoder": plain("neighbours", rope_first=True),
     "mistral3": plain("neighbours"),
     "nanbeige": plain("neighbours"),
-    "nemotron": plain("halves", "layer", activation="relu2"),
+    "nemotron": plain("halves", "layer", **PLAIN_MLP, activation="relu2"),
     "openelm": plain("halves"),
     "orion": plain("halves", "layer"),
-    "phi2": plain("halves", "layer", activation="gelu", norms=ONE_NORM, parallel=True),
+    "phi2": plain("halves", "layer", **PLAIN_MLP, activation="gelu", norms=ONE_NORM, parallel=True),
     "phi3": plain("halves"),
     "plamo": plain("halves", norms=ONE_NORM, parallel=True),
-    "pockettts": plain("neighbours", "layer", activation="gelu"),
+    "pockettts": plain("neighbours", "layer", **PLAIN_MLP, activation="gelu"),
     "qwen2": plain("halves"),
     "qwen3": plain("halves"),
     "seed_oss": plain("halves", norms=Norms(mlp="post_attention_norm.weight")),
-    "starcoder": plain(None, "layer", activation="gelu"),
-    "starcoder2": plain("halves", "layer", activation="gelu"),
+    "starcoder": plain(None, "layer", **PLAIN_MLP, activation="gelu"),
+    "starcoder2": plain("halves", "layer", **PLAIN_MLP, activation="gelu"),
     "xverse": plain("neighbours"),
 }

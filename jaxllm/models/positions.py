@@ -11,7 +11,7 @@ from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import SANDWICH, ModelConfig, Pairs
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
-from jaxllm.models.plain import plain
+from jaxllm.models.plain import PLAIN_MLP, plain
 
 ALIBI = 8.0  # the largest exponent of families whose files do not say it
 UNBIASED = MappingProxyType(dict(head_bias=False, unused=("output.bias",)))  # as in llama.cpp
@@ -33,6 +33,7 @@ def _mpt(meta: Metadata, tensors: Tensors) -> ModelConfig:
         tensors,
         None,
         "layer",
+        **PLAIN_MLP,
         activation="gelu",
         mlp_scales="blk.0.ffn.act.scales" in tensors,
         alibi=float(meta.get("attention.max_alibi_bias", 0.0)),
@@ -90,7 +91,7 @@ def _all_turn(sections: list[int], count: int, interleaved: bool) -> bool:
 
 FAMILIES: Mapping[str, Family] = {
     "baichuan": Family(DecoderBlock, _baichuan),
-    "bloom": plain(None, "layer", activation="gelu", alibi=ALIBI),
+    "bloom": plain(None, "layer", **PLAIN_MLP, activation="gelu", alibi=ALIBI),
     "glm4": pictured("halves", norms=SANDWICH, without="neighbours"),
     "hunyuan_vl": pictured("halves", rope_first=True),
     "jais": Family(DecoderBlock, _jais),

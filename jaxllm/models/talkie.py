@@ -55,7 +55,7 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     return read_model(
         meta,
         tensors,
-        read_layer(meta, tensors, "halves", qk_norm=False),
+        read_layer(meta, tensors, "halves", weights=False, qk_norm=False),
         embed_norm=NormStyle(weight=False),
         embed_kept=True,
         logit_scale=float(meta.require("logit_scale")),

@@ -9,12 +9,12 @@ from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import ModelConfig, Norms
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
-from jaxllm.models.plain import ONE_NORM
+from jaxllm.models.plain import ONE_NORM, PLAIN_MLP
 
 
 def _apertus(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """The numbers of the activation differ by layer."""
-    layers = read_layer(meta, tensors, "halves", activation="xielu")
+    layers = read_layer(meta, tensors, "halves", **PLAIN_MLP, activation="xielu")
     keys = ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps")
     numbers = zip(*(meta.per_layer(key, len(layers)) for key in keys), strict=True)
     pairs = zip(layers, numbers, strict=True)
@@ -43,21 +43,25 @@ def _falcon(meta: Metadata, tensors: Tensors) -> ModelConfig:
     two = "blk.0.attn_norm_2.weight" in tensors
     norms = Norms(attn="attn_norm_2.weight", mlp="attn_norm.weight") if two else ONE_NORM
     layers = read_layer(
-        meta, tensors, "halves", "layer", activation="gelu", norms=norms, parallel=True
+        meta, tensors, "halves", "layer", **PLAIN_MLP, activation="gelu", norms=norms, parallel=True
     )
     return read_model(meta, tensors, layers)
 
 
 def _gptneox(meta: Metadata, tensors: Tensors) -> ModelConfig:
     parallel = meta.require("use_parallel_residual", bool)
-    layers = read_layer(meta, tensors, "halves", "layer", activation="gelu", parallel=parallel)
+    layers = read_layer(
+        meta, tensors, "halves", "layer", **PLAIN_MLP, activation="gelu", parallel=parallel
+    )
     return read_model(meta, tensors, layers)
 
 
 def _olmo(meta: Metadata, tensors: Tensors) -> ModelConfig:
     clamp = float(meta.get("attention.clamp_kqv", 0.0)) or None
     return read_model(
-        meta, tensors, read_layer(meta, tensors, "neighbours", "layer", qkv_clamp=clamp)
+        meta,
+        tensors,
+        read_layer(meta, tensors, "neighbours", "layer", weights=False, qkv_clamp=clamp),
     )
 
 
@@ -68,9 +72,14 @@ def _pangu_embedded(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 
 def _qwen(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """The width of the MLP is that of gate and up together."""
+    """The width of the MLP is that of gate and up together; rows of values may be more than the KV
+    heads that a file says have."""
     columns = meta.require("feed_forward_length", int) // 2
-    return read_model(meta, tensors, read_layer(meta, tensors, "halves", mlp=columns))
+    layers = read_layer(meta, tensors, "halves", mlp=columns)
+    [rows] = {int(tensors[f"blk.{i}.attn_qkv.weight"].shape[0]) for i in range(len(layers))}
+    q, k, _ = layers[0].qkv_joined or (0, 0, 0)
+    layers = [replace(layer, qkv_joined=(q, k, rows - q - k)) for layer in layers]
+    return read_model(meta, tensors, layers)
 
 
 def _stablelm(meta: Metadata, tensors: Tensors) -> ModelConfig:
