@@ -45,6 +45,16 @@ def read_positive(meta: Metadata, key: str, value: Any) -> float:
     return number
 
 
+def check_numbers(meta: Metadata, only: Mapping[str, float]) -> None:
+    """Raise `ModelError` for a number of the metadata that means what is not supported."""
+    for key, value in only.items():
+        if float(meta.get(key, value)) != value:
+            raise ModelError(
+                f"{meta.full_key(key)} {meta.get(key)} is not supported; use a model where it is "
+                f"{value}"
+            )
+
+
 def read_rope(meta: Metadata, k_dim: int, pairs: Pairs, tensors: Tensors) -> Rope:
     """The rope of layers without a window: linear scaling, YaRN, factors stored as tensors."""
     kind = meta.get("rope.scaling.type", "linear")  # llama.cpp's default

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import SANDWICH, ModelConfig, Norms, Pairs
 from jaxllm.models.decoder import DecoderBlock
-from jaxllm.models.family import Family, NormKind, Tensors, read_layer, read_model
+from jaxllm.models.family import Family, NormKind, Tensors, check_numbers, read_layer, read_model
 
 POST_NORMS = Norms(None, SANDWICH.attn_post, None, SANDWICH.mlp_post)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 PLAIN_MLP: Mapping[str, Any] = {"mlp_gated": False}  # down(act(up(x)))
 ONE_NORM = Norms(mlp=Norms().attn)  # read by attention and an MLP beside it
 
 
 def plain(
-    pairs: Pairs | None, norm: NormKind = "rms", unused: tuple[str, ...] = (), **layer: Any
+    pairs: Pairs | None,
+    norm: NormKind = "rms",
+    unused: tuple[str, ...] = (),
+    only: Mapping[str, float] = NOTHING,
+    **layer: Any,
 ) -> Family:
     """A family of these rope pairs (None: no rope), norms and fields of `LayerConfig`; biases,
-    joined projections and norms of heads are those that a file has."""
+    joined projections and norms of heads are those that a file has. `only` are numbers of which a
+    file may say no other."""
 
     def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
+        check_numbers(meta, only)
         layers = read_layer(meta, tensors, pairs, norm, **layer)
         return read_model(meta, tensors, layers, unused=unused)
 
@@ -40,8 +48,8 @@ FAMILIES: Mapping[str, Family] = {
     "internlm2": plain("neighbours"),
     "jais2": plain("halves", "layer", **PLAIN_MLP, activation="relu2"),
     "maincoder": plain("neighbours", rope_first=True),
-    "mistral3": plain("neighbours"),
-    "nanbeige": plain("neighbours"),
+    "mistral3": plain("neighbours", only={"attention.temperature_scale": 0}),
+    "nanbeige": plain("neighbours", only={"num_loops": 1}),
     "nemotron": plain("halves", "layer", **PLAIN_MLP, activation="relu2"),
     "openelm": plain("halves"),
     "orion": plain("halves", "layer"),

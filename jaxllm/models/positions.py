@@ -10,8 +10,8 @@ from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import SANDWICH, ModelConfig, Pairs
 from jaxllm.models.decoder import DecoderBlock
-from jaxllm.models.family import Family, Tensors, read_layer, read_model
-from jaxllm.models.plain import PLAIN_MLP, plain
+from jaxllm.models.family import Family, Tensors, check_numbers, read_layer, read_model
+from jaxllm.models.plain import NOTHING, PLAIN_MLP, plain
 
 ALIBI = 8.0  # the largest exponent of families whose files do not say it
 UNBIASED = MappingProxyType(dict(head_bias=False, unused=("output.bias",)))  # as in llama.cpp
@@ -55,7 +55,7 @@ def pictured(
     pairs: Pairs,
     interleaved: bool = False,
     without: Pairs | None = None,
-    ends: Mapping[str, Any] = MappingProxyType({}),
+    ends: Mapping[str, Any] = NOTHING,
     **layer: Any,
 ) -> Family:
     """A family whose rotation has sections for the time, height and width of pictures.
@@ -66,6 +66,7 @@ def pictured(
     """
 
     def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
+        check_numbers(meta, {"rope.scaling.alpha": 0})
         sections = [*map(int, meta.get("rope.dimension_sections", ())), 0, 0, 0, 0][:4]
         there = min(sections[:2]) > 0
         own = pairs if there or without is None else without
