@@ -231,4 +231,5 @@ class ModelConfig:
             vocab=self.vocab,
             embed=self.embed,
             name=self.name or self.architecture,
+            beside=self.width - self.embed,
         )
