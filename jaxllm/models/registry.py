@@ -38,10 +38,9 @@ def family(architecture: str) -> Family:
     """The family of `architecture`; `ModelError` with the nearest names if there is none."""
     found = FAMILIES.get(architecture)
     if found is None:
-        near = get_close_matches(architecture, FAMILIES, n=2, cutoff=0.4)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise ModelError(
-            f"architecture {architecture!r} is not supported (supported: "
-            f"{', '.join(sorted(FAMILIES))}{hint})"
+        near = get_close_matches(architecture, FAMILIES, n=3, cutoff=0.4)
+        hint = (
+            f"the nearest that are: {', '.join(near)}" if near else "README.md has those that are"
         )
+        raise ModelError(f"architecture {architecture!r} is not supported; {hint}")
     return found
