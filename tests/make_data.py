@@ -3,7 +3,7 @@
     python tests/make_data.py
 
 For a few models: the spec, and every eighth row of the reference logits as float32, so that
-the families are checked where the references are not there.
+families are checked where the references are not there.
 """
 
 from __future__ import annotations
