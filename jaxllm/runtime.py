@@ -7,6 +7,13 @@ from pathlib import Path
 
 from platformdirs import user_cache_dir
 
+# For `compiler_options` of programs with loops whose length the device computes: as part of a CUDA
+# graph a loop goes on without the host, which is otherwise asked before each turn. CPUs ignore it.
+DEVICE_LOOPS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+}
+
 
 def cache_root() -> Path:
     """The user's cache folder of the package; the variable JAXLLM_CACHE overrides it."""

@@ -232,14 +232,13 @@ def attend_ring(
 
 
 def decode_spans(capacity: int) -> tuple[int, ...]:
-    """Numbers of slots that `attend_span` has programs for: four a doubling up to `capacity`, so
-    that at most a quarter of what is read is read for nothing."""
-    spans, step = [SMALLEST_SPAN], SMALLEST_SPAN // 4
-    while spans[-1] < capacity:
-        if spans[-1] == 8 * step:
-            step *= 2
-        spans.append(spans[-1] + step)
-    return (*spans[:-1], capacity)
+    """Numbers of slots that `attend_span` has programs for: powers of two, and all of them. Part
+    of a ring is copied before it is read, so that only a small part is worth it."""
+    spans, span = [], SMALLEST_SPAN
+    while 3 * span <= capacity:
+        spans.append(span)
+        span *= 2
+    return (*spans, capacity)
 
 
 def attend_span(

@@ -41,6 +41,7 @@ from jaxllm.errors import OptionError
 from jaxllm.models.block import BlockDef
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
+from jaxllm.runtime import DEVICE_LOOPS
 from sharding import Plan, ring_positions
 
 AXIS = "devices"
@@ -103,7 +104,12 @@ def _total(mesh: JaxMesh | None) -> Callable[[Array], Array]:
     return (lambda x: x) if mesh is None else partial(jax.lax.psum, axis_name=AXIS)
 
 
-@partial(jax.jit, static_argnames=("model", "mesh", "span"), donate_argnames=("rings",))
+@partial(
+    jax.jit,
+    static_argnames=("model", "mesh", "span"),
+    donate_argnames=("rings",),
+    compiler_options=DEVICE_LOOPS,
+)
 def _forward(
     leaves: Leaves,
     rings: tuple[Ring, ...],

@@ -25,6 +25,7 @@ from jaxllm.engine.local import Top, begin_attention, end_attention, head_logits
 from jaxllm.models.block import BlockDef
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Heads
+from jaxllm.runtime import DEVICE_LOOPS
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,12 @@ class StageOut(NamedTuple):
     ring: Ring | None  # of the layer that begins
 
 
-@partial(jax.jit, static_argnames=("pieces", "here", "there", "page"), donate_argnames=("ring",))
+@partial(
+    jax.jit,
+    static_argnames=("pieces", "here", "there", "page"),
+    donate_argnames=("ring",),
+    compiler_options=DEVICE_LOOPS,
+)
 def stage(
     given: StageIn,
     ring: Ring | None,
@@ -122,7 +128,9 @@ def stage(
     return StageOut(x if changed else None, total, heads, begun, None if begun is None else ring)
 
 
-@partial(jax.jit, static_argnames=("here",), donate_argnames=("carry",))
+@partial(
+    jax.jit, static_argnames=("here",), donate_argnames=("carry",), compiler_options=DEVICE_LOOPS
+)
 def attend(
     carry: Carry,
     q: Array,

@@ -83,7 +83,8 @@ def test_decode_at_depths(cli: Cli):
     shallow, deep = (found["limits"][f"decode @ d{depth}"] for depth in (8, 40))
     assert shallow["link_bytes"] == 0  # no page is full
     assert deep["link_bytes"] == 2 * 16 * 8 * 4 * 2 * 64 * 4
-    assert deep["tokens_per_second"] == pytest.approx(1e9 / deep["link_bytes"])
+    read = (deep["weight_bytes"] + deep["cache_bytes"]) / 10e9
+    assert 1 / deep["tokens_per_second"] == pytest.approx(max(read, deep["link_bytes"] / 1e9))
 
 
 def test_sides_take_turns_and_the_ratio_is_of_medians(cli: Cli, small: str, tmp_path: Path):

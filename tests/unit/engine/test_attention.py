@@ -13,6 +13,9 @@ from jaxllm.cache.attention import (
     Carry,
     Ring,
     attend_block,
+    attend_ring,
+    attend_span,
+    decode_spans,
     finish,
     queries_first,
     start_carry,
@@ -108,3 +111,30 @@ def test_a_row_that_takes_no_part_is_not_written(rows: int):
             expected[row, :, start % 8] = new[row, 0]
     for side in found:
         np.testing.assert_array_equal(side, expected)
+
+
+@pytest.mark.parametrize(
+    ("window", "capacity", "positions"),
+    [(None, 64, [5, 12, -1]), (24, 64, [5, 63, -1]), (24, 64, [64, 100, 200])],
+)
+def test_a_span_is_the_ring(window: int | None, capacity: int, positions: list[int]):
+    """One token of three rows, read at once or block by block; slots that are not seen hold junk,
+    and the third case has been around the ring."""
+    cfg = layer_config(HEADS, GROUP, DIM, scale=0.5, window=window, v_dim=VALUE)
+    random = np.random.default_rng(1)
+    rows = len(positions)
+    k = random.standard_normal((rows, HEADS, capacity, DIM)).astype(np.float32)
+    v = random.standard_normal((rows, HEADS, capacity, VALUE)).astype(np.float32)
+    q = queries_first(jnp.asarray(random.standard_normal((rows, 1, HEADS, GROUP, DIM)), k.dtype))
+    ring, row = Ring(jnp.asarray(k), jnp.asarray(v)), jnp.zeros((), jnp.int32)
+    at = jnp.asarray(positions)[:, None]
+    whole = finish(attend_ring(cfg, start_carry(q, VALUE), q, ring, row, at), k.dtype)
+    for span in (s for s in (16, capacity) if s > max(min(p, capacity - 1) for p in positions)):
+        found = finish(attend_span(cfg, start_carry(q, VALUE), q, ring, row, at, span), k.dtype)
+        assert nmse(np.asarray(found), np.asarray(whole)) < 1e-12
+
+
+def test_spans():
+    assert decode_spans(512) == (512,)
+    assert decode_spans(2048) == (512, 2048)
+    assert decode_spans(32768) == (512, 1024, 2048, 4096, 8192, 32768)

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, OptionError, PromptError, SamplingParams
+from jaxllm.cache.attention import decode_spans
 from jaxllm.engine import fused, staged
+from jaxllm.engine.fused import FusedEngine
 from jaxllm.engine.generate import Request
 from jaxllm.engine.staged import StagedEngine
 from support import assert_close, make_llm, random_ids, small_model, with_layers
@@ -422,3 +424,32 @@ def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pyte
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([random_ids(20)], greedy(5))
         assert llm.generate([random_ids(20)], greedy(5))[0].token_ids == expected
+
+
+def test_running_ahead_changes_no_token():
+    """As on a GPU: steps begin before the last is read, and a ring is read at once. More requests
+    than rows, of unlike lengths; one is drawn, one is penalised, one ends by its own token."""
+    prompts = [random_ids(n, seed=n) for n in (5, 19, 30, 11, 7, 23)]
+    params: list[SamplingParams] = [greedy(12), greedy(1), greedy(9), greedy(40)]
+    params.append(SamplingParams(max_tokens=6, temperature=0.9, seed=4))
+    params.append(SamplingParams(max_tokens=6, temperature=0, repeat_penalty=1.3))
+
+    def answers() -> list[tuple[list[int], str]]:
+        llm = make_llm(small_model(), ctx=CTX, parallel=2)
+        if ahead:
+            assert isinstance(llm.engine, FusedEngine)
+            llm.engine.runs_ahead, llm.engine.spans = True, decode_spans(CTX)
+        eog = frozenset(ends)
+        requests = [
+            Request(i, p, q, eog) for i, (p, q) in enumerate(zip(prompts, params, strict=True))
+        ]
+        work_off(llm, requests)
+        work_off(llm, again := [Request(0, prompts[0], params[0], eog)])  # may reuse a prefix
+        return [(r.token_ids, str(r.finish_reason)) for r in (*requests, *again)]
+
+    ahead, ends = False, []
+    ends = [answers()[2][0][4]]  # the fifth token of the third request
+    plain = answers()
+    assert plain[2][1] == "stop"
+    ahead = True
+    assert answers() == plain
