@@ -26,7 +26,7 @@ from jaxllm.errors import OptionError, PromptError, SessionError
 from jaxllm.gguf.reader import open_gguf
 from jaxllm.models.block import Block
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.layers import Device
 from jaxllm.models.sources import GGUFSource, RandomSource
 from jaxllm.models.weights import Progress, Source
@@ -116,7 +116,7 @@ class LLM:
         cls,
         cfg: ModelConfig,
         *,
-        block: type[Block] = PreNormBlock,
+        block: type[Block] = DecoderBlock,
         devices: Devices = None,
         seed: int = 0,
         place: Callable[..., Any] | None = None,

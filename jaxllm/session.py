@@ -46,7 +46,8 @@ def save(path: Path, cfg: ModelConfig, session: Session) -> None:
     """
     held = session.held
     tensors = {"tokens": np.asarray(held.tokens, np.int32)}
-    for index, (layer, row) in enumerate(zip(cfg.layers, session.layers, strict=True)):
+    owners = [cfg.layers[i] for i in cfg.cached]
+    for index, (layer, row) in enumerate(zip(owners, session.layers, strict=True)):
         for name, side in (("k", row.k), ("v", row.v)):
             tensors[f"{name}.{index}"] = _plain(side[:: layer.kv_repeat])
     facts = _facts(cfg) | {
@@ -84,8 +85,8 @@ def load(path: Path, cfg: ModelConfig, ctx: int) -> Session:
                     f"{name} has {cached} positions and the context {ctx}; raise ctx (-c)"
                 )
             firsts = json.loads(facts["firsts"])
-            layers = []
-            for index, (layer, first) in enumerate(zip(cfg.layers, firsts, strict=True)):
+            layers, owners = [], [cfg.layers[i] for i in cfg.cached]
+            for index, (layer, first) in enumerate(zip(owners, firsts, strict=True)):
                 k, v = (file.get_tensor(f"{side}.{index}") for side in "kv")
                 layers.append(_layer(layer, k, v, first, cached))
             tokens = file.get_tensor("tokens").tolist()

@@ -22,7 +22,7 @@ from jaxllm.engine.staged import StagedEngine
 from jaxllm.llm import LLM
 from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig, ModelConfig, Rope
-from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.decoder import DecoderBlock
 from sharding import Mesh, Plan, TensorShape, ensure_devices
 from sharding.links import Link
 
@@ -62,7 +62,7 @@ def small_config(
 
 def random_llm(
     cfg: ModelConfig | None = None,
-    block: type[Block] = PreNormBlock,
+    block: type[Block] = DecoderBlock,
     seed: int = 0,
     **arguments: Any,
 ) -> LLM:

@@ -39,6 +39,7 @@ _DECLARED = (
     Axis("expert", "none", "one MLP of a mixture, every device holding its own columns of it"),
     Axis("pair", "none", "which of the tensors joined into one (gate and up, for example)"),
     Axis("rope", "none", "one rotary frequency"),
+    Axis("position", "none", "one learned position"),
 )
 
 AXES: Mapping[str, Axis] = MappingProxyType({a.name: a for a in _DECLARED})

@@ -56,12 +56,14 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a whole model: its layers, vocabulary rows and width."""
+    """Sizes of a whole model: its layers, vocabulary rows and width; `beside` counts channels that
+    go along with the residual."""
 
     layers: tuple[LayerShape, ...]
     vocab: int
     embed: int
     name: str = ""
+    beside: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))

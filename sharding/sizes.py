@@ -95,7 +95,7 @@ def compute_bytes(plan: Plan, device: int) -> int:
         return 0
     options = plan.options
     tokens = max(options.ubatch, options.slots)
-    residual = tokens * plan.model.embed * options.itemsize
+    residual = tokens * (plan.model.embed + plan.model.beside) * options.itemsize
     start, stop = plan.vocab[device]
     logit = 4 if options.itemsize == 4 else 4 + options.itemsize  # made in the compute type
     largest = max(options.slots, LOGIT_ROWS) * (stop - start) * logit

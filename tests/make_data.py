@@ -2,8 +2,8 @@
 
     python tests/make_data.py
 
-For a model a family: its spec, and every eighth row of the reference logits as float32, so that
-the families are checked where the references are not there.
+For a few models: the spec, and every eighth row of the reference logits as float32, so that
+families are checked where the references are not there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-MODELS = ("llama-dense", "qwen2-dense", "qwen3-dense", "gemma2", "gemma3-pattern4")
+MODELS = (
+    "llama-dense",
+    "qwen2-dense",
+    "qwen3-dense",
+    "gemma2",
+    "gemma3-pattern4",
+    "muse-glimmer",
+    "olmo2-dense",
+)
 EVERY = 8
 REFERENCES = Path(__file__).resolve().parents[2] / "shared" / "archs"
 DATA = Path(__file__).resolve().parent / "data"

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig, ModelConfig, Rope
-from jaxllm.models.decoder import PreNormBlock, SandwichBlock
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.sources import RandomSource
 from jaxllm.models.weights import slots, whole_model
 
@@ -77,8 +77,8 @@ def _attend(w: dict[str, np.ndarray], prefix: str, cfg: LayerConfig, x: np.ndarr
             axis=-1,
         )
         if cfg.qk_norm:
-            k = _norm(k, w[f"{prefix}k_norm.weight"], cfg.eps)
-            qs = [_norm(q, w[f"{prefix}q_norm.weight"], cfg.eps) for q in qs]
+            k = _norm(k, w[f"{prefix}head_norms.k"], cfg.eps)
+            qs = [_norm(q, w[f"{prefix}head_norms.q"], cfg.eps) for q in qs]
         k = _rotate(k, cfg.rope, factors)
         heads += [attention(_rotate(q, cfg.rope, factors), k, v, cfg) for q in qs]
     out = w[f"{prefix}out.weight"]
@@ -86,7 +86,7 @@ def _attend(w: dict[str, np.ndarray], prefix: str, cfg: LayerConfig, x: np.ndarr
 
 
 def logits(
-    cfg: ModelConfig, ids: Sequence[int], block: type[Block] = PreNormBlock, seed: int = 0
+    cfg: ModelConfig, ids: Sequence[int], block: type[Block] = DecoderBlock, seed: int = 0
 ) -> np.ndarray:
     """float64 [T, V] of `LLM.from_config(cfg, block=block, seed=seed)`."""
     w = weights(cfg, block, seed)
@@ -94,13 +94,13 @@ def logits(
     for i, layer in enumerate(cfg.layers):
         prefix = f"blk.{i}."
         y = _attend(w, prefix, layer, _norm(x, w[f"{prefix}attn_norm.weight"], layer.eps))
-        if block is SandwichBlock:
+        if layer.norms.attn_post:
             y = _norm(y, w[f"{prefix}post_attn_norm.weight"], layer.eps)
         x = x + y
-        gate, up = w[f"{prefix}gated.gate_up"]
+        gate, up = w[f"{prefix}ffn.up"]
         y = _norm(x, w[f"{prefix}mlp_norm.weight"], layer.eps)
-        y = _act(layer.activation, y @ gate.T) * (y @ up.T) @ w[f"{prefix}gated.down"].T
-        if block is SandwichBlock:
+        y = _act(layer.activation, y @ gate.T) * (y @ up.T) @ w[f"{prefix}ffn.down"].T
+        if layer.norms.mlp_post:
             y = _norm(y, w[f"{prefix}post_mlp_norm.weight"], layer.eps)
         x = x + y
     y = _norm(x, w["norm.weight"], cfg.eps) @ (w["table"] if cfg.tied else w["head"]).T

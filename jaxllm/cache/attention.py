@@ -26,29 +26,42 @@ LOWEST = -1e30  # finite, so that exp(m - m) is 1 where nothing has been seen ye
 
 
 class Carry(NamedTuple):
-    """Running maximum m and sum l [N, K, G, T], weighted values acc [N, K, G, T, Hv]; float32."""
+    """Running maximum m and sum l [N, K, G, T], weighted values acc [N, K, G, T, Hv]; float32.
+
+    Linear biases go along: by how much [N, K, G, T] each query's scores fall with distance, before
+    they are scaled.
+    """
 
     m: Array
     l: Array  # noqa: E741
     acc: Array
+    slopes: Array | None = None
 
 
-def start_carry(q: Array, v_dim: int) -> Carry:
-    """The carry of queries q [N, K, G, T, H] that have seen nothing."""
+class Seen(NamedTuple):
+    """What queries see of a block [N, T, P], and how far away its keys are (float32)."""
+
+    visible: Array
+    distance: Array
+
+
+def start_carry(q: Array, v_dim: int, slopes: Array | None = None) -> Carry:
+    """The carry of queries q [N, K, G, T, H] that have seen nothing; slopes [K, G]."""
     shape = q.shape[:-1]
+    if slopes is not None:
+        slopes = jnp.broadcast_to(slopes[None, :, :, None], shape)
     return Carry(
         jnp.full(shape, LOWEST, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, v_dim), jnp.float32),
+        slopes,
     )
 
 
-def attend_block(
-    cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, visible: Array
-) -> Carry:
+def attend_block(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, seen: Seen) -> Carry:
     """Fold one block into the carry.
 
-    q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] in q's type; visible [N, T, P].
+    q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] in q's type.
     """
     exact = precision_of(q)
     product = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
@@ -61,15 +74,18 @@ def attend_block(
 
     on_cpu = keys_left if q.shape[3] == 1 else queries_left
     scores = jax.lax.platform_dependent(q, k, cpu=on_cpu, default=queries_left)
+    if carry.slopes is not None:  # one product an addition: compilers round two as they like
+        scores = scores - carry.slopes[..., None] * seen.distance[:, None, None]
     scores = scores * cfg.scale
     if cfg.softcap is not None:
         scores = cfg.softcap * jnp.tanh(scores / cfg.softcap)
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    scores = jnp.where(seen.visible[:, None, None], scores, -jnp.inf)
     m = jnp.maximum(carry.m, scores.max(axis=-1))
     weights = jnp.exp(scores - m[..., None])
     keep = jnp.exp(carry.m - m)
     values = product("nkgtp,nkph->nkgth", weights.astype(q.dtype), v)
-    return Carry(m, carry.l * keep + weights.sum(axis=-1), carry.acc * keep[..., None] + values)
+    l = carry.l * keep + weights.sum(axis=-1)  # noqa: E741
+    return Carry(m, l, carry.acc * keep[..., None] + values, carry.slopes)
 
 
 def finish(carry: Carry, dtype: jnp.dtype) -> Array:
@@ -92,16 +108,16 @@ def queries_first(q: Array) -> Array:
 
 def visible_positions(
     cfg: LayerConfig, q_positions: Array, k_positions: Array, floor: Array
-) -> Array:
-    """Which keys a query sees: [N, T, P] from q_positions [N, T], k_positions [N, P], floor [N].
+) -> Seen:
+    """Which keys a query sees, from q_positions [N, T], k_positions [N, P], floor [N].
 
     Causal; not before `floor` (positions that another store holds); within the layer's window.
     """
     q_pos, k_pos = q_positions[:, :, None], k_positions[:, None, :]
-    seen = (k_pos <= q_pos) & (k_pos >= floor[:, None, None])
+    visible = (k_pos <= q_pos) & (k_pos >= floor[:, None, None])
     if cfg.window is not None:
-        seen &= q_pos - k_pos < cfg.window
-    return seen
+        visible &= q_pos - k_pos < cfg.window
+    return Seen(visible, (q_pos - k_pos).astype(jnp.float32))
 
 
 class Ring(NamedTuple):
@@ -204,7 +220,8 @@ def attend_ring(
             for c in ring
         )
         k_pos = jnp.broadcast_to(i * block + jnp.arange(block), (rows, block))
-        seen = visible_positions(cfg, positions, k_pos, floor) & (k_pos < ends)[:, None]
+        seen = visible_positions(cfg, positions, k_pos, floor)
+        seen = seen._replace(visible=seen.visible & (k_pos < ends)[:, None])
         return attend_block(cfg, carry, q, *decode_block(cfg, q, k, v), seen)
 
     carry = jax.lax.fori_loop(oldest, -(-ends.max() // block), fold, carry)
@@ -254,11 +271,11 @@ def attend_itself(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array) 
         oldest = 0 if cfg.window is None else max(0, first - cfg.window + 1) // TILE * TILE
         q_pos, k_pos = jnp.arange(first, last)[None], jnp.arange(oldest, last)[None]
         seen = visible_positions(cfg, q_pos, k_pos, jnp.zeros((1,), jnp.int32))
-        part = Carry(*(c[:, :, :, first:last] for c in carry))
+        part = jax.tree.map(lambda c, a=first, b=last: c[:, :, :, a:b], carry)
         keys = slice(oldest, last)
         part = attend_block(cfg, part, q[:, :, :, first:last], k[:, :, keys], v[:, :, keys], seen)
         tiles.append(part)
-    return Carry(*(jnp.concatenate(parts, axis=3) for parts in zip(*tiles, strict=True)))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *tiles)
 
 
 def attend_tail(
@@ -314,14 +331,11 @@ def attend_pages(
         at = jnp.clip(mine, 0, rows - 1)
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=1)
         k_pos = table[size + i] + jnp.arange(page)[None]
-        seen = visible_positions(cfg, take(positions), k_pos, floor) & (at == mine)
-        part = attend_block(cfg, Carry(*(take(c) for c in carry)), take(q), k, v, seen)
-        return Carry(
-            *(
-                jax.lax.dynamic_update_slice_in_dim(c, p, at, axis=0)
-                for c, p in zip(carry, part, strict=True)
-            )
-        )
+        seen = visible_positions(cfg, take(positions), k_pos, floor)
+        seen = seen._replace(visible=seen.visible & (at == mine))
+        part = attend_block(cfg, jax.tree.map(take, carry), take(q), k, v, seen)
+        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=0)
+        return jax.tree.map(lambda c, p: put(c, p), carry, part)
 
     return jax.lax.fori_loop(0, table[2 * size], fold, carry)
 

@@ -94,12 +94,13 @@ class PageStore:
     """See the module's docstring.
 
     place(layer, first position) says where a page goes; layers are numbered as the plan does.
+    `owners` has the layer whose pages each layer reads: itself, or an earlier one.
     """
 
     def __init__(
         self,
         device: Device,
-        layers: int,
+        owners: Sequence[int],
         group_pages: int,
         prefetch: int,
         place: Callable[[int, int], Place],
@@ -112,7 +113,8 @@ class PageStore:
         self.notes: list[str] = []  # sentences that a user should read
         self._no_more_pinned = False
         self.discarded = 0  # bytes copied ahead for a step that then did not come
-        self._groups: list[list[Group]] = [[] for _ in range(layers)]
+        self._owners = owners
+        self._groups: list[list[Group]] = [[] for _ in owners]
         self._parked: dict[int, list[list[Group]]] = {}  # by row, then layer
         self._queue: list[Group] = []  # host groups of this step, in the order of use
         self._issued = 0  # of the queue, and past its end of the next step's
@@ -283,7 +285,7 @@ class PageStore:
 
     def begin(self, row: int, rows: int, again: bool) -> None:
         """Start a step over rows row .. row + rows; `again` if the same rows come next."""
-        wanted = [g for layer in range(len(self._groups)) for g in self._wanted(layer, row, rows)]
+        wanted = [g for layer in self._owners for g in self._wanted(layer, row, rows)]
         self._queue = [g for g in wanted if g.place != "device"]
         self._again = again
         if [g for g, _ in self._ahead] != self._queue[: len(self._ahead)]:
@@ -295,7 +297,7 @@ class PageStore:
     def visit(self, layer: int, row: int, rows: int) -> Iterator[tuple[tuple[Array, ...], Array]]:
         """The layer's groups with pages of these rows: pages on the device, and their table.
 
-        Layers are visited in ascending order; `done` follows each step on a group.
+        Layers are visited in the order of `owners`; `done` follows each step on a group.
         """
         self._coming = deque(self._wanted(layer, row, rows))
         return self._deliver(self._coming)

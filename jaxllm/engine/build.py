@@ -89,7 +89,7 @@ def plan_model(
     mlp_block: int = 32,
 ) -> PlannedModel:
     """The plan of a model over a mesh, every parameter counted. dtype names a numpy type."""
-    shape = cfg.shape(mlp_block)
+    cfg, shape = cfg.in_context(options.ctx), cfg.shape(mlp_block)
     options = replace(options, itemsize=np.dtype(jax.numpy.dtype(dtype)).itemsize)
     times = replications(shape, mesh, options)
     layers = [

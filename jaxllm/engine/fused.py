@@ -60,21 +60,25 @@ def forward(
     With a span rows have one token, and attention reads that many slots of a ring at once.
     """
     ends = model.ends.bind(leaves.ends)
-    x = total(ends.embed(step.tokens, leaves.vocab[0]))
-    new = []
-    for definition, cfg, values, ring in zip(
-        model.blocks, model.cfg.layers, leaves.layers, rings, strict=True
+    x = total(ends.embed(step.tokens, step.positions, leaves.vocab))
+    held: dict[int, Ring] = dict(zip(model.cfg.cached, rings, strict=True))
+    for index, (definition, cfg, values, owner) in enumerate(
+        zip(model.blocks, model.cfg.layers, leaves.layers, model.cfg.owners, strict=True)
     ):
         block = definition.bind(values)
-        q, carry, ring = begin_attention(block, cfg, x, ring, step)
+        heads = block.project(x)
+        squares = block.head_squares(heads)
+        squares = None if squares is None else total(squares)
+        own = held[index] if cfg.owns_cache else None
+        q, carry, own = begin_attention(block, cfg, heads, squares, own, step)
+        held |= {} if own is None else {index: own}
         if span is None:
-            carry = attend_ring(cfg, carry, q, ring, step.row, step.positions)
+            carry = attend_ring(cfg, carry, q, held[owner], step.row, step.positions)
         else:
-            carry = attend_span(cfg, carry, q, ring, step.row, step.positions, span)
-        x = block.join_attention(x, total(end_attention(block, cfg, carry, x.dtype)))
-        x = block.join_mlp(x, total(block.mlp(x)))
-        new.append(ring)
-    return x, tuple(new)
+            carry = attend_span(cfg, carry, q, held[owner], step.row, step.positions, span)
+        x, read = block.join_attention(x, total(end_attention(block, cfg, carry, x)))
+        x = block.join_mlp(x, total(block.mlp(read)))
+    return x, tuple(held.values())
 
 
 def _per_device(mesh: JaxMesh | None, local: Callable, sharded: int, whole: int) -> Callable:
@@ -224,7 +228,7 @@ class FusedEngine(Engine):
         self.capacities = {
             layer.window: ring_positions("fused", plan.options, layer.window)
             for layer in model.cfg.layers
-            if layer.window is not None
+            if layer.window is not None and layer.owns_cache
         }
 
     def recover(self) -> bool:
@@ -335,9 +339,8 @@ class FusedEngine(Engine):
 
     def read_row(self, row: int, length: int) -> list[LayerRow]:
         found = []
-        for cfg, layer, ring in zip(
-            self.model.cfg.layers, self.plan.layers, self.rings, strict=True
-        ):
+        for index, ring in zip(self.model.cfg.cached, self.rings, strict=True):
+            cfg, layer = self.model.cfg.layers[index], self.plan.layers[index]
             own = [np.asarray(a) for a in take_row(ring, np.int32(row), axis=self.row_axis)]
             if self.mesh is not None:
                 own = [join_heads(list(a), layer.groups) for a in own]
@@ -347,22 +350,22 @@ class FusedEngine(Engine):
 
     def write_row(self, row: int, layers: Sequence[LayerRow], length: int) -> None:
         self.release(row)
-        for index, given in enumerate(layers):
-            ring, window = self.rings[index], self.model.cfg.layers[index].window
+        for at, (index, given) in enumerate(zip(self.model.cfg.cached, layers, strict=True)):
+            ring, window = self.rings[at], self.model.cfg.layers[index].window
             new: Any = given.ring(ring.k.shape[-2])
             if self.mesh is not None:
                 own = self.plan.layers[index].groups
                 split = NamedSharding(self.mesh, PartitionSpec(AXIS))
                 new = tuple(jax.device_put(stack_heads(a, own), split) for a in new)
             ring = put_row(ring, new, np.int32(row), axis=self.row_axis)
-            self.rings = (*self.rings[:index], ring, *self.rings[index + 1 :])
+            self.rings = (*self.rings[:at], ring, *self.rings[at + 1 :])
             if window is not None:
                 self.since[row, window] = max(self.since.get((row, window), 0), given.first)
         self.written[row] = length
 
 
 def empty_rings(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> tuple[Ring, ...]:
-    """Zeroed rings of every layer; on a mesh one slice a device along a leading axis."""
+    """Zeroed rings of layers with a cache; on a mesh one slice a device along a leading axis."""
     options = plan.options
     lead, sharding = (), None
     if isinstance(where, JaxMesh):
@@ -370,7 +373,8 @@ def empty_rings(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> tuple
     else:
         sharding = SingleDeviceSharding(where)
     rings = []
-    for layer, heads in zip(model.cfg.layers, model.kv_heads, strict=True):
+    for index in model.cfg.cached:
+        layer, heads = model.cfg.layers[index], model.kv_heads[index]
         capacity = ring_positions("fused", options, layer.window)
         rings.append(empty_ring(layer, (*lead, options.slots, heads, capacity), sharding))
     return tuple(rings)

@@ -23,7 +23,7 @@ from jaxllm.cache.attention import (
 from jaxllm.cache.types import rotate
 from jaxllm.models.block import Block, Ends
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.layers import Array
+from jaxllm.models.layers import Array, Heads
 
 
 class Step(NamedTuple):
@@ -57,25 +57,33 @@ def unpack_step(packed: Array) -> Step:
 
 
 def begin_attention(
-    block: Block, cfg: LayerConfig, x: Array, ring: Ring, step: Step
-) -> tuple[Array, Carry, Ring]:
-    """Queries [N, K, G, T, H] with a fresh carry, keys and values written to the ring."""
-    q, k, v = block.before_attention(x, step.positions)
+    block: Block,
+    cfg: LayerConfig,
+    heads: Heads,
+    squares: Array | None,
+    ring: Ring | None,
+    step: Step,
+) -> tuple[Array, Carry, Ring | None]:
+    """Queries [N, K, G, T, H] with a fresh carry; keys and values, where the layer has any, written
+    to its ring."""
+    q, k, v = block.before_attention(heads, squares, step.positions)
     if cfg.cache.rotate_k:
-        q, k = rotate(q).astype(q.dtype), rotate(k)
-    if cfg.cache.rotate_v:
-        v = rotate(v)
+        q = rotate(q).astype(q.dtype)
+    if ring is not None and k is not None and v is not None:
+        k = rotate(k) if cfg.cache.rotate_k else k
+        v = rotate(v) if cfg.cache.rotate_v else v
+        ring = write_ring(cfg, ring, k, v, step.row, step.starts)
     q = queries_first(q)
-    ring = write_ring(cfg, ring, k, v, step.row, step.starts)
-    return q, start_carry(q, cfg.v_dim), ring
+    slopes = None if block.slopes is None else block.slopes[...] / cfg.scale
+    return q, start_carry(q, cfg.v_dim, slopes), ring
 
 
-def end_attention(block: Block, cfg: LayerConfig, carry: Carry, dtype: jnp.dtype) -> Array:
-    """This device's partial [N, T, D] from the carry of all blocks; `dtype` is the queries'."""
+def end_attention(block: Block, cfg: LayerConfig, carry: Carry, x: Array) -> Array:
+    """This device's partial [N, T, D] from the carry of all blocks and the residual x."""
     if not cfg.cache.rotate_v:
-        return block.after_attention(finish(carry, dtype))
+        return block.after_attention(finish(carry, x.dtype), x)
     turned = finish(carry, jnp.dtype(jnp.float32))
-    return block.after_attention(rotate(turned).astype(dtype))
+    return block.after_attention(rotate(turned).astype(x.dtype), x)
 
 
 class Top(NamedTuple):

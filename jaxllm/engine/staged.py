@@ -26,7 +26,7 @@ from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, m
 from jaxllm.engine.local import pack_step
 from jaxllm.engine.rows import LayerRow, join_heads, of_ring, put_row, take_row
 from jaxllm.engine.stages import Queries, StageIn, attend, cut, embed, head, layer_of, stage
-from jaxllm.models.layers import Array, Device
+from jaxllm.models.layers import Array, Device, Heads
 from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, exchange, ring_positions
 from sharding.links import Place
@@ -54,10 +54,12 @@ class StagedEngine(Engine):
             for m in models
         ]
         options = plan.options
+        self.owners = models[0].cfg.owners  # whose cache each layer reads
+        self.norms_heads = [cfg.needs_squares for cfg in models[0].cfg.layers]
         self.page = options.page
         self.floor = np.zeros(options.slots, np.int32)
         self.stores = [
-            PageStore(d, len(plan.layers), options.group_pages, options.prefetch, partial(place, i))
+            PageStore(d, self.owners, options.group_pages, options.prefetch, partial(place, i))
             for i, d in enumerate(devices)
         ]
         for store in self.stores:
@@ -77,7 +79,7 @@ class StagedEngine(Engine):
         rings = {}
         with memory_of(self.plan, device):
             for i, layer in enumerate(self.plan.layers):
-                if device in layer.attn_devices:
+                if device in layer.attn_devices and self.owners[i] == i:
                     cfg = model.cfg.layers[i]
                     capacity = ring_positions("staged", options, cfg.window)
                     rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
@@ -195,8 +197,8 @@ class StagedEngine(Engine):
 
     def read_row(self, row: int, length: int) -> list[LayerRow]:
         found = []
-        for index, layer in enumerate(self.plan.layers):
-            window = self.plan.model.layers[index].window
+        for index in self.models[0].cfg.cached:
+            layer, window = self.plan.layers[index], self.plan.model.layers[index].window
             first = 0 if window is None else self.trimmed.get((row, window), 0)
             parts = [self._read(device, index, row, length) for device in layer.attn_devices]
             ranges = [layer.groups[device] for device in layer.attn_devices]
@@ -218,10 +220,11 @@ class StagedEngine(Engine):
     def write_row(self, row: int, layers: Sequence[LayerRow], length: int) -> None:
         self.release(row)
         floor = length // self.page * self.page
+        given_of = dict(zip(self.models[0].cfg.cached, layers, strict=True))
         for device, rings in enumerate(self.rings):
             store, to = self.stores[device], SingleDeviceSharding(self.devices[device])
             for index, ring in rings.items():
-                given = layers[index].heads(*self.plan.layers[index].groups[device])
+                given = given_of[index].heads(*self.plan.layers[index].groups[device])
                 for at in range(given.first // self.page * self.page, floor, self.page):
                     k, v = given.positions(at, at + self.page).ring(self.page)
                     pages = join_page(k[None], v[None])
@@ -250,6 +253,7 @@ class _Forward:
         self.x: dict[int, Array] = {}
         self.made: dict[int, Array] = {}  # partials by the device that made them
         self.parts: dict[int, tuple[Array, ...]] = {}  # partials to sum, by the device that will
+        self.heads: dict[int, Heads] = {}  # of a layer whose norms wait for a sum
         self.queries: dict[int, Queries] = {}
 
     def run(self) -> dict[int, Array]:
@@ -263,6 +267,10 @@ class _Forward:
         self._begin(0, ("enter",))
         for index, layer in enumerate(plan.layers):
             targets = holders if index == last else plan.layers[index + 1].devices
+            if self.heads:
+                self._exchange(layer.attn_devices)
+                for device in layer.attn_devices:
+                    self._run(device, ("in",), None, index)
             self._attend(layer.attn_devices, index)
             if len(layer.devices) == 1:
                 self._alone(layer.devices[0], index, tuple(targets))
@@ -311,9 +319,14 @@ class _Forward:
         for device in targets:
             here = index - 1 if first == ("join",) else None
             if index < len(layers) and device in layers[index].attn_devices:
-                self._run(device, (*first, "in"), here, index)
+                self._run(device, (*first, self._entry(index)), here, index)
             else:
                 self._run(device, first, here)
+
+    def _entry(self, index: int) -> str:
+        """The first piece of a layer: norms over heads of several devices need a sum first."""
+        shared = len(self.engine.plan.layers[index].attn_devices) > 1
+        return "project" if shared and self.engine.norms_heads[index] else "in"
 
     def _exchange(self, targets: tuple[int, ...]) -> None:
         self.parts = exchange(self.made, list(targets), self.engine.devices)
@@ -325,18 +338,19 @@ class _Forward:
         engine = self.engine
         engine.at_work = device
         layers, rings = engine.leaves[device].layers, engine.rings[device]
-        out = "out" in pieces
+        out, begins = "out" in pieces, "in" in pieces
         given = StageIn(
             here=() if here is None else layers[here],
             there=() if there is None else layers[there],
             x=self.x.get(device),
             parts=self.parts.pop(device, None),
+            heads=self.heads.pop(device, None) if begins else None,
             queries=self.queries.pop(device) if out else None,
-            tail=rings[here] if out and here is not None else None,
+            tail=rings[engine.owners[here]] if out and here is not None else None,
         )
         result = stage(
             given,
-            None if there is None else rings[there],
+            rings.get(there) if begins and there is not None else None,
             self.packed[device],
             pieces=pieces,
             here=None if here is None else engine.layers[device][here],
@@ -347,6 +361,8 @@ class _Forward:
             self.x[device] = result.x
         if result.partial is not None:
             self.made[device] = result.partial
+        if result.heads is not None:
+            self.heads[device] = result.heads
         if result.queries is not None:
             self.queries[device] = result.queries
         if result.ring is not None and there is not None:
@@ -356,7 +372,8 @@ class _Forward:
         """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so
         none of their links rests until another's groups have come."""
         stores = self.engine.stores
-        visits = {d: stores[d].visit(index, self.row, self.rows) for d in devices}
+        owner = self.engine.owners[index]
+        visits = {d: stores[d].visit(owner, self.row, self.rows) for d in devices}
         while visits:
             turn = [d for d in visits if len(visits) == 1 or not stores[d].waits()]
             if not turn:

@@ -24,7 +24,7 @@ from jaxllm.cache.attention import (
 from jaxllm.engine.local import Top, begin_attention, end_attention, head_logits, unpack_step
 from jaxllm.models.block import BlockDef
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.layers import Array
+from jaxllm.models.layers import Array, Heads
 from jaxllm.runtime import DEVICE_LOOPS
 
 
@@ -54,6 +54,7 @@ class StageIn(NamedTuple):
     there: tuple[Array, ...] = ()  # leaves of the layer that begins
     x: Array | None = None  # residual [N, T, D]
     parts: tuple[Array, ...] | None = None  # partials, summed in this order
+    heads: Heads | None = None  # of the layer that begins, where its norms waited for a sum
     queries: Queries | None = None
     tail: Ring | None = None  # of the layer that ends
 
@@ -63,6 +64,7 @@ class StageOut(NamedTuple):
 
     x: Array | None  # residual, where it changed
     partial: Array | None
+    heads: Heads | None
     queries: Queries | None
     ring: Ring | None  # of the layer that begins
 
@@ -88,29 +90,42 @@ def stage(
     old: Any = None if here is None else here.block.bind(given.here)
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
+    heads, read = given.heads, None
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
         if piece == "enter":
             x, total, changed = total, None, True
+        elif piece == "project":
+            heads = new.project(x)
+            total = new.head_squares(heads)
         elif piece == "in":
-            assert there is not None and x is not None and ring is not None
-            q, carry, ring = begin_attention(new, there.cfg, x, ring, step)
-            begun = Queries(q, carry)
+            assert there is not None
+            if heads is None or total is None:  # no other device has heads of this layer
+                heads = new.project(x)
+                total = new.head_squares(heads)
+            q, carry, ring = begin_attention(new, there.cfg, heads, total, ring, step)
+            begun, heads, total = Queries(q, carry), None, None
         elif piece == "out":
-            assert here is not None and given.queries is not None and given.tail is not None
+            assert (
+                here is not None
+                and x is not None
+                and given.queries is not None
+                and given.tail is not None
+            )
             q, carry = given.queries
             carry = attend_tail(
                 here.cfg, carry, q, given.tail, step.row, step.positions, step.floor, page
             )
-            total = end_attention(old, here.cfg, carry, q.dtype)
+            total = end_attention(old, here.cfg, carry, x)
         elif piece == "after":
-            x, total, changed = old.join_attention(x, total), None, True
+            x, read = old.join_attention(x, total)
+            total, changed = None, True
         elif piece == "mlp":
-            total = old.mlp(x)
+            total = old.mlp(read)
         elif piece == "join":
             x, total, changed = old.join_mlp(x, total), None, True
-    return StageOut(x if changed else None, total, begun, None if begun is None else ring)
+    return StageOut(x if changed else None, total, heads, begun, None if begun is None else ring)
 
 
 @partial(
@@ -133,7 +148,8 @@ def attend(
 
 @partial(jax.jit, static_argnames=("ends",))
 def embed(leaves: tuple[Array, ...], vocab: Array, packed: Array, *, ends: BlockDef) -> Array:
-    return ends.bind(leaves).embed(unpack_step(packed).tokens, vocab[0])
+    step = unpack_step(packed)
+    return ends.bind(leaves).embed(step.tokens, step.positions, vocab)
 
 
 @partial(jax.jit, static_argnames=("ends", "top"))

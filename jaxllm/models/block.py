@@ -3,10 +3,12 @@
 A block says what precedes attention and what follows it; attention itself belongs to the cache.
 An engine calls, in this order, for every layer:
 
-    q, k, v = block.before_attention(x, positions)
+    heads   = block.project(x)
+    squares = sum over devices of block.head_squares(heads), where there are any
+    q, k, v = block.before_attention(heads, squares, positions)
     o       = attention of q over the cache, k and v included
-    x       = block.join_attention(x, sum over devices of block.after_attention(o))
-    x       = block.join_mlp(x, sum over devices of block.mlp(x))
+    x, read = block.join_attention(x, sum over devices of block.after_attention(o, x))
+    x       = block.join_mlp(x, sum over devices of block.mlp(read))
 
 `BlockDef` is a block without its values: hashable, one object a shape, so that layers and models
 of one shape share their compiled programs.
@@ -24,63 +26,98 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import LayerConfig, ModelConfig
-from jaxllm.models.layers import Array, RMSNorm, linear, param
+from jaxllm.models.inputs import LayerInputs
+from jaxllm.models.layers import Array, Heads, Norm, linear, param
 
 
 class Block(nnx.Module):
     """One decoder layer over a device's own slice; see the module's docstring for the order."""
 
-    def before_attention(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """x [B, T, D], positions [B, T] -> q [B,T,K,G,H], k [B,T,K,H], v [B,T,K,Hv]."""
+    slopes: nnx.Param | None = None  # of linear biases [K, G], where the layer has them
+
+    def project(self, x: Array) -> Heads:
+        """x [B, T, D] -> q [B, T, K, G, H], k [B, T, K, H] and v [B, T, K, Hv] of own heads; k and
+        v are None for a layer that reads another's cache."""
         raise NotImplementedError
 
-    def after_attention(self, o: Array) -> Array:
-        """o [B, T, K, G, Hv] -> this device's partial [B, T, D]."""
+    def head_squares(self, heads: Heads) -> Array | None:
+        """This device's part [B, T, 2] of what norms over the heads of all devices need."""
+        return None
+
+    def before_attention(self, heads: Heads, squares: Array | None, positions: Array) -> Heads:
+        """Queries and keys as attention compares them: normalised and turned to their positions
+        [B, T]; squares [B, T, 2] is the full sum."""
         raise NotImplementedError
 
-    def join_attention(self, x: Array, total: Array) -> Array:
-        """The residual after attention, given the full sum of the partials."""
-        return x + total
+    def after_attention(self, o: Array, x: Array) -> Array:
+        """o [B, T, K, G, Hv] and the residual x that attention read -> this device's partial
+        [B, T, D]."""
+        raise NotImplementedError
 
-    def mlp(self, x: Array) -> Array:
-        """x [B, T, D] -> this device's partial [B, T, D]."""
+    def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
+        """The residual after attention, given the full sum of the partials, and what the MLP
+        reads."""
+        raise NotImplementedError
+
+    def mlp(self, read: Array) -> Array:
+        """read [B, T, D] -> this device's partial [B, T, D]."""
         raise NotImplementedError
 
     def join_mlp(self, x: Array, total: Array) -> Array:
         """The residual after the MLP, given the full sum of the partials."""
-        return x + total
+        raise NotImplementedError
 
 
 class Ends(nnx.Module):
     """Token embedding and output head over a device's own vocabulary rows."""
 
     def __init__(self, cfg: ModelConfig, rows: int, dtype: jnp.dtype):
-        self.scale, self.softcap = cfg.embed_scale, cfg.logit_softcap
-        axes = ("vocab", "embed")
-        self.table = param((rows, cfg.embed), axes, ("/token_embd.weight",), dtype)
-        self.norm = RMSNorm(cfg.embed, cfg.eps, "/output_norm.weight")
-        self.head = None if cfg.tied else param((rows, cfg.embed), axes, ("/output.weight",), dtype)
+        self.cfg = cfg
+        axes, embed = ("vocab", "embed"), cfg.embed
+        self.table = param((rows, embed), axes, ("/token_embd.weight",), dtype)
+        self.positions = (
+            param((cfg.positions, embed), ("position", "embed"), ("/position_embd.weight",), dtype)
+            if cfg.positions
+            else None
+        )
+        self.inputs = LayerInputs(cfg, rows, dtype) if cfg.layer_inputs else None
+        name = "/token_embd_norm.weight"
+        self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
+        self.norm = Norm(embed, cfg.eps, "/output_norm.weight", cfg.norm)
+        self.head = None if cfg.tied else param((rows, embed), axes, ("/output.weight",), dtype)
         self.bias = param((rows,), ("vocab",), ("/output.bias",), dtype) if cfg.head_bias else None
 
-    def embed(self, tokens: Array, first_row: Array) -> Array:
-        """tokens [B, T] -> [B, T, D]; zero for tokens whose row another device holds."""
+    def embed(self, tokens: Array, positions: Array, vocab: Array) -> Array:
+        """tokens and positions [B, T] -> [B, T, D]; zero for tokens whose row another device
+        holds. vocab int32 [2]: the device's first row and how many it has."""
         table = self.table[...]
         if table.shape[0] == 0:
-            return jnp.zeros((*tokens.shape, table.shape[1]), table.dtype)
-        row = tokens - first_row
-        mine = (row >= 0) & (row < table.shape[0])
-        x = table[jnp.where(mine, row, 0)]
-        scale = jnp.asarray(self.scale, x.dtype)
-        return jnp.where(mine[..., None], x * scale, jnp.zeros((), x.dtype))
+            return jnp.zeros((*tokens.shape, self.cfg.width), table.dtype)
+        row = tokens - vocab[0]
+        mine = (row >= 0) & (row < vocab[1])
+        row = jnp.where(mine, row, 0)
+        x = table[row]
+        x = x * jnp.asarray(self.cfg.embed_scale, x.dtype)
+        if self.positions is not None:
+            x = x + self.positions[...][positions]
+        if self.first_norm is not None:
+            x = self.first_norm(x)
+        if self.inputs is not None:
+            x = jnp.concatenate([x, self.inputs(x, row)], axis=-1)
+        elif self.cfg.embed_kept:
+            x = jnp.concatenate([x, x], axis=-1)
+        return jnp.where(mine[..., None], x, jnp.zeros((), x.dtype))
 
     def logits(self, x: Array) -> Array:
         """x [..., D] -> float32 [..., own rows]."""
         head = self.table if self.head is None else self.head
+        x = x[..., : self.cfg.embed]
         y = linear(self.norm(x), head[...])
         if self.bias is not None:
             y = y + self.bias[...]
-        y = y.astype(jnp.float32)
-        return y if self.softcap is None else self.softcap * jnp.tanh(y / self.softcap)
+        y, cap = y.astype(jnp.float32), self.cfg.logit_softcap
+        y = y if self.cfg.logit_scale == 1.0 else y * self.cfg.logit_scale
+        return y if cap is None else cap * jnp.tanh(y / cap)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,27 @@ V vocabulary rows, P positions of a page, R devices.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jaxllm.cache.types import CacheFormat
+from jaxllm.errors import ModelError
 from sharding import LayerShape, ModelShape
+
+NormKind = Literal["rms", "layer"]
+Pairs = Literal["neighbours", "halves"]
+Activation = Literal["silu", "gelu", "relu2", "xielu"]
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (Peng et al. 2023): frequencies that turn less than `slow` times over the original
+    context are divided by the rope's scale, those that turn more than `fast` times are kept, and
+    the ones between are mixed; `mix` 0 divides all."""
+
+    context: int
+    fast: float = 32.0
+    slow: float = 1.0
+    mix: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -24,33 +41,111 @@ class Rope:
 
     theta: float
     dim: int
-    pairs: Literal["neighbours", "halves"]
-    scale: float = 1.0  # positions are divided by it (linear scaling)
-    factors: bool = False  # frequencies are divided by the tensor rope_freqs.weight
+    pairs: Pairs
+    scale: float = 1.0  # positions are divided by it (linear scaling), or see `yarn`
+    yarn: Yarn | None = None
+    magnitude: float = 1.0  # of what is rotated
+    factors: str | None = None  # a tensor that frequencies are divided by
+    longer: tuple[int, str] | None = None  # contexts above this have factors of their own
+
+    def in_context(self, ctx: int) -> Rope:
+        """The rope that a context of so many positions has throughout (LongRoPE)."""
+        if self.longer is None:
+            return self
+        beyond, factors = self.longer
+        return replace(self, longer=None, factors=factors if ctx > beyond else self.factors)
+
+
+@dataclass(frozen=True)
+class NormStyle:
+    """Of norms over a width: x / rms(x) (Zhang and Sennrich 2019), or (x - mean) / deviation (Ba
+    et al. 2016); then times a weight and plus a bias where they have one."""
+
+    kind: NormKind = "rms"
+    weight: bool = True
+    biases: tuple[str, ...] = ()  # names of those that there are
+
+
+RMS = NormStyle()
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Where a layer has norms, by the names of their weights: on what each half reads and on what
+    it adds to the residual. An MLP beside attention may name attention's norm: then both read it.
+    """
+
+    attn: str | None = "attn_norm.weight"
+    attn_post: str | None = None
+    mlp: str | None = "ffn_norm.weight"
+    mlp_post: str | None = None
+
+
+def bias_of(weight: str) -> str:
+    """The name of the bias beside a weight."""
+    return weight.removesuffix("weight") + "bias"
+
+
+SANDWICH = Norms(attn_post="post_attention_norm.weight", mlp_post="post_ffw_norm.weight")
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Sizes and switches of one decoder layer, before any split."""
+    """Sizes and switches of one decoder layer, before any split.
+
+    `norm_heads` says over what a norm of queries and keys goes: over each head with one weight for
+    all, over each head with a weight for each, or over the whole projection.
+    """
 
     kv_heads: int
     q_per_kv: int
     k_dim: int
     v_dim: int
     mlp: int
-    rope: Rope
+    rope: Rope | None  # None: a layer without
     scale: float  # of the attention scores
     eps: float
     window: int | None = None  # position p sees keys k with p - k < window
     softcap: float | None = None  # of the attention scores
-    activation: Literal["silu", "gelu"] = "silu"
+    alibi: float = 0.0  # largest exponent of the slopes of linear biases (Press et al. 2022)
+    norm: NormStyle = RMS
+    norms: Norms = Norms()
+    post_eps: float | None = None  # of norms on what is added, where theirs is another
+    parallel: bool = False  # the MLP reads the residual that attention reads
+    residual_scale: float = 1.0  # of what each half adds
+    qkv_joined: tuple[int, int, int] | None = None  # rows of q, k and v in one tensor attn_qkv
+    v_from_k: bool = False  # values are what keys are made of
+    v_norm: bool = False  # an RMS norm of values, over each head, without a weight
     qkv_bias: bool = False
+    qkv_clamp: float | None = None
     out_bias: bool = False
+    out_gate: bool = False  # attention's output is multiplied by a sigmoid of what it read
     qk_norm: bool = False
+    norm_heads: Literal["one", "each", "all"] = "one"
+    rope_first: bool = False  # before the norm of queries and keys
+    sub_norms: bool = False  # on what the output and down projections read, over its whole width
+    inputs: int = 0  # channels that go beside the residual to this layer
+    out_scale: bool = False  # the layer's result, residual and all, is multiplied by a tensor
+    activation: Activation = "silu"
+    xielu: tuple[float, ...] = ()  # alpha_n, alpha_p, beta and eps of that activation
+    mlp_gated: bool = True
+    mlp_joined: bool = False  # gate and up are one tensor ffn_up
+    mlp_bias: bool = False
+    mlp_scales: bool = False  # activations are divided by the tensor ffn.act.scales
     experts: int = 0  # MLPs that a router picks from; 0 for a dense layer
     experts_used: int = 0  # picked for each token
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
+    owns_cache: bool = True  # False: queries only, over the cache of the last owner of its kind
     cache: CacheFormat = CacheFormat()  # how a plan stores K and V
+
+    @property
+    def needs_squares(self) -> bool:
+        """Whether a norm goes over heads that several devices may have."""
+        return self.qk_norm and self.norm_heads == "all"
+
+    def with_rope(self, **changes: Any) -> LayerConfig:
+        """This layer with fields of its rope changed, where it has one."""
+        return self if self.rope is None else replace(self, rope=replace(self.rope, **changes))
 
     def replicated(self, times: int) -> LayerConfig:
         """This layer with every KV head stored `times` times, its query heads dealt out."""
@@ -75,10 +170,45 @@ class ModelConfig:
     eps: float
     tied: bool
     ctx_train: int
+    norm: NormStyle = RMS  # of the ends
     head_bias: bool = False
     embed_scale: float = 1.0
+    embed_norm: NormStyle | None = None
+    embed_kept: bool = False  # beside the residual, for layers that add it again
+    layer_inputs: int = 0  # channels that each layer reads beside the residual
+    positions: int = 0  # rows of a learned position embedding; 0 for none
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
+    unused: tuple[str, ...] = ()  # ends of names of tensors that a file may have for nothing
     name: str = ""
+
+    @property
+    def width(self) -> int:
+        """Channels of the residual and of what goes beside it."""
+        kept = self.embed if self.embed_kept else 0
+        return self.embed + kept + self.layer_inputs * len(self.layers)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The layer whose cache each layer reads."""
+        shape = self.shape()
+        return tuple(map(shape.cache_owner, range(len(self.layers))))
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The layers that have a cache of their own."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.owns_cache)
+
+    def in_context(self, ctx: int) -> ModelConfig:
+        """The model for a context of so many positions; `ModelError` where it has fewer."""
+        if 0 < self.positions < ctx:
+            raise ModelError(
+                f"a context (-c) of {ctx} is longer than the {self.positions} positions that "
+                f"{self.architecture} has learned; give -c {self.positions} or less"
+            )
+        ropes = [layer.rope and layer.rope.in_context(ctx) for layer in self.layers]
+        pairs = zip(self.layers, ropes, strict=True)
+        return replace(self, layers=tuple(replace(layer, rope=rope) for layer, rope in pairs))
 
     def shape(self, mlp_block: int = 32) -> ModelShape:
         """The sizes that a plan needs; `mlp_block` is the block size of the down tensors' type."""
@@ -92,6 +222,7 @@ class ModelConfig:
                     mlp=layer.mlp,
                     mlp_block=mlp_block,
                     window=layer.window,
+                    owns_cache=layer.owns_cache,
                     experts=layer.experts,
                     experts_used=layer.experts_used,
                 )
@@ -100,4 +231,5 @@ class ModelConfig:
             vocab=self.vocab,
             embed=self.embed,
             name=self.name or self.architecture,
+            beside=self.width - self.embed,
         )

@@ -1,56 +1,125 @@
-"""The two block shapes of the plain decoder families."""
+"""The block of decoder families, put together from the switches of a `LayerConfig`."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.experts import RoutedMLP
-from jaxllm.models.layers import QKV, Array, GatedMLP, HeadsOut, RMSNorm, RopeTable
+from jaxllm.models.heads import HeadNorms
+from jaxllm.models.layers import (
+    QKV,
+    Array,
+    DenseMLP,
+    Heads,
+    HeadsGate,
+    HeadsOut,
+    Norm,
+    SubNorm,
+    normalise,
+    param,
+)
+from jaxllm.models.rope import RopeTable
 
 
-class PreNormBlock(Block):
-    """x + attn(norm(x)), then x + mlp(norm(x)): llama and its kin."""
+class DecoderBlock(Block):
+    """x + attn(norm(x)), then x + mlp(norm(x)), or both from one x; each norm may be absent or
+    stand on what is added instead."""
 
     def __init__(self, cfg: LayerConfig, kv_heads: int, columns: int, embed: int, dtype: jnp.dtype):
-        self.attn_norm = RMSNorm(embed, cfg.eps, "attn_norm.weight")
-        self.qkv = QKV(cfg, kv_heads, embed, dtype)
-        names = ("attn_q_norm.weight", "attn_k_norm.weight")
-        self.q_norm, self.k_norm = (
-            RMSNorm(cfg.k_dim, cfg.eps, name, axis="head_dim") if cfg.qk_norm else None
-            for name in names
-        )
-        self.rope = RopeTable(cfg.rope)
-        self.out = HeadsOut(cfg, kv_heads, embed, dtype)
-        self.mlp_norm = RMSNorm(embed, cfg.eps, "ffn_norm.weight")
-        gated = RoutedMLP if cfg.experts else GatedMLP
-        self.gated = gated(cfg, columns, embed, dtype)
+        self.cfg = cfg
+        names = cfg.norms
 
-    def before_attention(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        q, k, v = self.qkv(self.attn_norm(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(positions, q, k)
+        def norm(source: str | None, eps: float = cfg.eps) -> Norm | None:
+            return None if source is None else Norm(embed, eps, source, cfg.norm)
+
+        def bias(source: str) -> nnx.Param:
+            return param((embed,), ("embed",), (source,), dtype)
+
+        post_eps = cfg.post_eps or cfg.eps
+        self.attn_norm, self.post_attn_norm = norm(names.attn), norm(names.attn_post, post_eps)
+        shared = cfg.parallel and names.mlp == names.attn
+        self.mlp_norm = None if shared else norm(names.mlp)
+        self.post_mlp_norm = norm(names.mlp_post, post_eps)
+        self.qkv = QKV(cfg, kv_heads, embed, dtype)
+        self.head_norms = HeadNorms(cfg, kv_heads) if cfg.qk_norm else None
+        self.rope = RopeTable(cfg.rope)
+        self.slopes = (
+            param(
+                (kv_heads, cfg.q_per_kv),
+                ("kv_group", "head_rows"),
+                (),
+                jnp.dtype(jnp.float32),
+                form="alibi",
+            )
+            if cfg.alibi
+            else None
+        )
+        self.gate = HeadsGate(cfg, kv_heads, embed, dtype) if cfg.out_gate else None
+        self.out = HeadsOut(cfg, kv_heads, embed, dtype)
+        self.out_bias = bias("attn_output.bias") if cfg.out_bias else None
+        self.ffn = (RoutedMLP if cfg.experts else DenseMLP)(cfg, columns, embed, dtype)
+        self.down_bias = bias("ffn_down.bias") if cfg.mlp_bias else None
+
+    def project(self, x: Array) -> Heads:
+        return self.qkv(self._read(x))
+
+    def _read(self, x: Array) -> Array:
+        """What attention reads of the residual."""
+        return x if self.attn_norm is None else self.attn_norm(x)
+
+    def head_squares(self, heads: Heads) -> Array | None:
+        if self.head_norms is None or not self.cfg.needs_squares:
+            return None
+        q, k, _ = heads
+        return None if k is None else self.head_norms.squares(q, k)
+
+    def before_attention(self, heads: Heads, squares: Array | None, positions: Array) -> Heads:
+        q, k, v = heads
+        if self.cfg.rope_first:
+            q, k = self._turn(q, k, positions)
+        if self.head_norms is not None:
+            q, k = self.head_norms(q, k, squares)
+        if not self.cfg.rope_first:
+            q, k = self._turn(q, k, positions)
+        if v is not None and self.cfg.v_norm:
+            v = normalise(v.astype(jnp.float32), "rms", self.cfg.eps).astype(v.dtype)
         return q, k, v
 
-    def after_attention(self, o: Array) -> Array:
-        return self.out(o)
+    def _turn(self, q: Array, k: Array | None, positions: Array) -> tuple[Array, Array | None]:
+        q, *ks = self.rope(positions, q, *(() if k is None else (k,)))
+        return q, ks[0] if ks else None
 
-    def mlp(self, x: Array) -> Array:
-        return self.gated(self.mlp_norm(x))
+    def after_attention(self, o: Array, x: Array) -> Array:
+        return self.out(o if self.gate is None else self.gate(o, self._read(x)))
 
+    def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
+        joined = self._add(x, total, self.out.sub_norm, self.out_bias, self.post_attn_norm)
+        if not self.cfg.parallel:
+            return joined, joined if self.mlp_norm is None else self.mlp_norm(joined)
+        norm = self.attn_norm if self.mlp_norm is None else self.mlp_norm
+        return joined, x if norm is None else norm(x)
 
-class SandwichBlock(PreNormBlock):
-    """PreNormBlock with a norm on each full sum before it joins the residual: gemma 2 and 3."""
-
-    def __init__(self, cfg: LayerConfig, kv_heads: int, columns: int, embed: int, dtype: jnp.dtype):
-        super().__init__(cfg, kv_heads, columns, embed, dtype)
-        self.post_attn_norm = RMSNorm(embed, cfg.eps, "post_attention_norm.weight")
-        self.post_mlp_norm = RMSNorm(embed, cfg.eps, "post_ffw_norm.weight")
-
-    def join_attention(self, x: Array, total: Array) -> Array:
-        return x + self.post_attn_norm(total)
+    def mlp(self, read: Array) -> Array:
+        return self.ffn(read)
 
     def join_mlp(self, x: Array, total: Array) -> Array:
-        return x + self.post_mlp_norm(total)
+        sub_norm = self.ffn.sub_norm if isinstance(self.ffn, DenseMLP) else None
+        return self._add(x, total, sub_norm, self.down_bias, self.post_mlp_norm)
+
+    def _add(
+        self,
+        x: Array,
+        total: Array,
+        sub_norm: SubNorm | None,
+        bias: nnx.Param | None,
+        post_norm: Norm | None,
+    ) -> Array:
+        """The residual x and the sum over devices of what is added to it."""
+        y = total if sub_norm is None else sub_norm.finish(total, x.dtype)
+        y = y if bias is None else y + bias[...]
+        y = y if post_norm is None else post_norm(y)
+        scale = self.cfg.residual_scale
+        return x + (y if scale == 1.0 else y * jnp.asarray(scale, y.dtype))

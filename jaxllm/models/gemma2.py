@@ -6,8 +6,8 @@ from dataclasses import replace
 from math import sqrt
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import LayerConfig, ModelConfig
-from jaxllm.models.decoder import SandwichBlock
+from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, in_window, read_layer, read_model, read_positive
 
 LAYERS_OF_27B = 46  # its queries are scaled by the width a head, not by the head dim
@@ -29,6 +29,7 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
         pairs="halves",
         window=True,
         activation="gelu",
+        norms=SANDWICH,
         softcap=positive("attn_logit_softcapping", 50.0),
     )
 
@@ -37,8 +38,9 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
             layer = replace(layer, scale=1.0 / sqrt(embed // (layer.kv_heads * layer.q_per_kv)))
         if not in_window(i, period):
             return layer
-        rope = replace(layer.rope, theta=positive("rope.freq_base_swa", layer.rope.theta))
-        return replace(layer, window=window, rope=rope)
+        assert layer.rope is not None
+        theta = positive("rope.freq_base_swa", layer.rope.theta)
+        return replace(layer.with_rope(theta=theta), window=window)
 
     return read_model(
         meta,
@@ -49,4 +51,4 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     )
 
 
-FAMILY = Family(SandwichBlock, configure)
+FAMILY = Family(DecoderBlock, configure)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from math import sqrt
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import LayerConfig, ModelConfig
-from jaxllm.models.decoder import SandwichBlock
+from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, in_window, read_layer, read_model, read_positive
 
 LAYERS_OF_27B = 62  # its queries are scaled by the width a head, not by the head dim
@@ -21,7 +21,13 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     key = "rope.freq_base_swa"
     local_theta = read_positive(meta, key, meta.get(key, 10000.0))
     layers = read_layer(
-        meta, tensors, pairs="halves", window=window is not None, activation="gelu", qk_norm=True
+        meta,
+        tensors,
+        pairs="halves",
+        window=window is not None,
+        activation="gelu",
+        qk_norm=True,
+        norms=SANDWICH,
     )
 
     def adapt(i: int, layer: LayerConfig) -> LayerConfig:
@@ -29,8 +35,7 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
             layer = replace(layer, scale=1.0 / sqrt(embed // (layer.kv_heads * layer.q_per_kv)))
         if window is None or not in_window(i, period):
             return layer
-        rope = replace(layer.rope, theta=local_theta, scale=1.0)
-        return replace(layer, window=window, rope=rope)
+        return replace(layer.with_rope(theta=local_theta, scale=1.0), window=window)
 
     cap = float(meta.get("final_logit_softcapping", 0.0))
     return read_model(
@@ -42,4 +47,4 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     )
 
 
-FAMILY = Family(SandwichBlock, configure)
+FAMILY = Family(DecoderBlock, configure)

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxllm.models.config import LayerConfig, Rope
+from jaxllm.models.config import RMS, LayerConfig, NormStyle, bias_of
 
 Array: TypeAlias = jax.Array
+Heads: TypeAlias = tuple[Array, Array | None, Array | None]  # queries, keys and values
 Device: TypeAlias = Any  # jax.Device, which is no type to a type checker
 
 
@@ -79,17 +80,59 @@ def param(
     )
 
 
-class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last dim, in float32 (Zhang and Sennrich 2019)."""
+class Norm(nnx.Module):
+    """A norm over the last dim, in float32; `NormStyle` says which. Its bias is named after its
+    weight."""
 
-    def __init__(self, size: int, eps: float, source: str, axis: str = "embed"):
-        self.weight = param((size,), (axis,), (source,), jnp.dtype(jnp.float32))
-        self.eps = eps
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        source: str,
+        style: NormStyle = RMS,
+        axis: str = "embed",
+    ):
+        f32 = jnp.dtype(jnp.float32)
+        self.kind, self.eps = style.kind, eps
+        self.weight = param((size,), (axis,), (source,), f32) if style.weight else None
+        bias = bias_of(source)
+        biased = bias.removeprefix("/") in style.biases
+        self.bias = param((size,), (axis,), (bias,), f32) if biased else None
 
     def __call__(self, x: Array) -> Array:
+        y = normalise(x.astype(jnp.float32), self.kind, self.eps)
+        y = y if self.weight is None else y * self.weight[...]
+        return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
+
+
+def normalise(y: Array, kind: str, eps: float) -> Array:
+    """y over the root of its mean square along the last dim, or over its deviation."""
+    if kind == "layer":
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    return y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+
+
+class SubNorm(nnx.Module):
+    """An RMS norm over the whole width of what a projection reads, which devices share.
+
+    The projection is linear: a device gives its partial of the weighted values and, in one channel
+    more, its sum of squares; the root of the full sum then divides it.
+    """
+
+    def __init__(self, weight: nnx.Param, size: int, eps: float):
+        self.weight, self.size, self.eps = weight, size, eps
+
+    def project(self, x: Array, w: Array) -> Array:
+        """x [B, T, own channels] times w [D, own channels]: float32 [B, T, D + 1]."""
         y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight[...]).astype(x.dtype)
+        squares = jnp.sum(y * y, axis=-1, keepdims=True)
+        partial = linear((y * self.weight[...].reshape(-1)).astype(x.dtype), w)
+        return jnp.concatenate([partial.astype(jnp.float32), squares], axis=-1)
+
+    def finish(self, total: Array, dtype: jnp.dtype) -> Array:
+        """The sum [B, T, D + 1] over devices -> [B, T, D]."""
+        scale = lax.rsqrt(total[..., -1:] / self.size + self.eps)
+        return (total[..., :-1] * scale).astype(dtype)
 
 
 class QKV(nnx.Module):
@@ -97,8 +140,13 @@ class QKV(nnx.Module):
 
     def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
         self.cfg = cfg
-        rows = cfg.q_per_kv * cfg.k_dim + cfg.k_dim + cfg.v_dim
-        names = ("attn_q", "attn_k", "attn_v")
+        names, rows = ["attn_q"], cfg.q_per_kv * cfg.k_dim
+        if cfg.owns_cache:
+            names, rows = [*names, "attn_k"], rows + cfg.k_dim
+            if not cfg.v_from_k:
+                names, rows = [*names, "attn_v"], rows + cfg.v_dim
+        if cfg.qkv_joined:
+            names = ["attn_qkv"]
         self.weight = param(
             (kv_heads, rows, embed),
             ("kv_group", "head_rows", "embed"),
@@ -112,16 +160,22 @@ class QKV(nnx.Module):
             param((kv_heads, rows), axes, biases, dtype, form="qkv") if cfg.qkv_bias else None
         )
 
-    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
-        """x [B, T, D] -> q [B, T, K, G, H], k [B, T, K, H], v [B, T, K, Hv]."""
+    def __call__(self, x: Array) -> Heads:
+        """x [B, T, D] -> q [B, T, K, G, H], k [B, T, K, H], v [B, T, K, Hv]; k and v are None for
+        a layer without a cache of its own."""
         cfg, w = self.cfg, self.weight[...]
         kv_heads, rows, embed = w.shape
         y = linear(x, w.reshape(kv_heads * rows, embed)).reshape(*x.shape[:-1], kv_heads, rows)
         if self.bias is not None:
             y = y + self.bias[...]
+        if cfg.qkv_clamp is not None:
+            y = jnp.clip(y, -cfg.qkv_clamp, cfg.qkv_clamp)
         q_rows = cfg.q_per_kv * cfg.k_dim
         q = y[..., :q_rows].reshape(*y.shape[:-1], cfg.q_per_kv, cfg.k_dim)
-        return q, y[..., q_rows : q_rows + cfg.k_dim], y[..., q_rows + cfg.k_dim :]
+        if not cfg.owns_cache:
+            return q, None, None
+        k = y[..., q_rows : q_rows + cfg.k_dim]
+        return q, k, k if cfg.v_from_k else y[..., q_rows + cfg.k_dim :]
 
 
 class HeadsOut(nnx.Module):
@@ -135,75 +189,115 @@ class HeadsOut(nnx.Module):
             dtype,
             form="columns",
         )
+        rows, f32 = cfg.q_per_kv * cfg.v_dim, jnp.dtype(jnp.float32)
+        axes, source = ("kv_group", "head_rows"), ("attn_sub_norm.weight",)
+        self.sub_norm = (
+            SubNorm(
+                param((kv_heads, rows), axes, source, f32, form="q_heads"),
+                cfg.kv_heads * rows,
+                cfg.eps,
+            )
+            if cfg.sub_norms
+            else None
+        )
 
     def __call__(self, o: Array) -> Array:
-        """o [B, T, K, G, Hv] -> [B, T, D], to be summed over devices."""
+        """o [B, T, K, G, Hv] -> [B, T, D], to be summed over devices (see `SubNorm`)."""
         w = self.weight[...]
-        return linear(o.reshape(*o.shape[:2], -1), w.reshape(w.shape[0], -1))
+        o, w = o.reshape(*o.shape[:2], -1), w.reshape(w.shape[0], -1)
+        return linear(o, w) if self.sub_norm is None else self.sub_norm.project(o, w)
 
 
-class GatedMLP(nnx.Module):
-    """down(act(gate(x)) * up(x)) over this device's own columns: a partial (Shazeer 2020)."""
+class HeadsGate(nnx.Module):
+    """What attention put out, times a sigmoid of what it read, channel by channel."""
+
+    def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
+        self.weight = param(
+            (kv_heads, cfg.q_per_kv * cfg.v_dim, embed),
+            ("kv_group", "head_rows", "embed"),
+            ("attn_gate.weight",),
+            dtype,
+            form="q_heads",
+        )
+
+    def __call__(self, o: Array, read: Array) -> Array:
+        """o [B, T, K, G, Hv] and read [B, T, D] -> gated o."""
+        w = self.weight[...]
+        gate = linear(read, w.reshape(-1, w.shape[-1])).reshape(o.shape)
+        return o * jax.nn.sigmoid(gate)
+
+
+class DenseMLP(nnx.Module):
+    """down(act(gate(x)) * up(x)) over this device's own columns, or down(act(up(x))): a partial
+    (Shazeer 2020)."""
 
     def __init__(self, cfg: LayerConfig, columns: int, embed: int, dtype: jnp.dtype):
-        self.activation = cfg.activation
-        self.gate_up = param(
-            (2, columns, embed),
-            ("pair", "mlp", "embed"),
-            ("ffn_gate.weight", "ffn_up.weight"),
-            dtype,
-            form="stack",
+        self.cfg = cfg
+        names = ("ffn_gate", "ffn_up") if cfg.mlp_gated and not cfg.mlp_joined else ("ffn_up",)
+        weights, biases = ([f"{n}.{kind}" for n in names] for kind in ("weight", "bias"))
+        lead, axes, form = ((2,), ("pair",), "stack") if cfg.mlp_gated else ((), (), "plain")
+        shape, axes = (*lead, columns), (*axes, "mlp")
+        self.up = param((*shape, embed), (*axes, "embed"), tuple(weights), dtype, form=form)
+        self.bias = param(shape, axes, tuple(biases), dtype, form=form) if cfg.mlp_bias else None
+        self.scales = (
+            param((columns,), ("mlp",), ("ffn.act.scales",), dtype) if cfg.mlp_scales else None
         )
         self.down = param(
             (embed, columns), ("embed", "mlp"), ("ffn_down.weight",), dtype, form="columns"
         )
+        norm, f32 = ("ffn_sub_norm.weight",), jnp.dtype(jnp.float32)
+        self.sub_norm = (
+            SubNorm(param((columns,), ("mlp",), norm, f32), cfg.mlp, cfg.eps)
+            if cfg.sub_norms
+            else None
+        )
 
     def __call__(self, x: Array) -> Array:
-        """x [B, T, D] -> [B, T, D], to be summed over devices."""
-        w = self.gate_up[...]
+        """x [B, T, D] -> [B, T, D], to be summed over devices (see `SubNorm`)."""
+        y, w = self.hidden(x), self.down[...]
+        return linear(y, w) if self.sub_norm is None else self.sub_norm.project(y, w)
+
+    def hidden(self, x: Array) -> Array:
+        """x [B, T, D] -> [B, T, own columns]."""
+        w, act = self.up[...], activation(self.cfg)
         y = linear(x, w.reshape(-1, w.shape[-1]))
-        gate, up = jnp.split(y, 2, axis=-1)
-        return linear(ACTIVATIONS[self.activation](gate) * up, self.down[...])
+        if self.bias is not None:
+            y = y + self.bias[...].reshape(-1)
+        if self.cfg.mlp_gated:
+            gate, up = jnp.split(y, 2, axis=-1)
+            y = act(gate) * up
+        else:
+            y = act(y)
+        if self.scales is not None:
+            scales = self.scales[...]
+            y = y / jnp.where(scales == 0.0, 1.0, scales)  # zero where a slice is padded
+        return y
 
 
 def _gelu_tanh(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=True)
 
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu": _gelu_tanh}
+def _relu_squared(x: Array) -> Array:
+    return jnp.square(jax.nn.relu(x))
 
 
-class RopeTable(nnx.Module):
-    """Rotation of queries and keys; holds the frequency factors where a model has them."""
+def _xielu(x: Array, alpha_n: float, alpha_p: float, beta: float, eps: float) -> Array:
+    """Huang and Schlag 2024: quadratic above zero, an integrated ELU below."""
+    above = jax.nn.softplus(alpha_p) * x * x
+    below = (jnp.expm1(jnp.minimum(x, eps)) - x) * (beta + jax.nn.softplus(alpha_n))
+    return jnp.where(x > 0, above, below) + beta * x
 
-    def __init__(self, rope: Rope):
-        self.rope = rope
-        shape, source = (rope.dim // 2,), ("/rope_freqs.weight",)
-        self.factors = (
-            param(shape, ("rope",), source, jnp.dtype(jnp.float32)) if rope.factors else None
-        )
 
-    def __call__(self, positions: Array, *xs: Array) -> tuple[Array, ...]:
-        """Rotate each x [B, T, ..., H] at positions [B, T]; dims past `rope.dim` pass through."""
-        rope = self.rope
-        freq = rope.theta ** (-jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim)
-        if self.factors is not None:
-            freq = freq / self.factors[...]
-        angle = (positions.astype(jnp.float32) / rope.scale)[..., None] * freq  # [B, T, dim/2]
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
-        return tuple(self._rotate(x, cos, sin) for x in xs)
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": _gelu_tanh,
+    "relu2": _relu_squared,
+}
 
-    def _rotate(self, x: Array, cos: Array, sin: Array) -> Array:
-        rope = self.rope
-        y = x[..., : rope.dim].astype(jnp.float32)
-        middle = (1,) * (x.ndim - 3)
-        cos = cos.reshape(*cos.shape[:2], *middle, -1)
-        sin = sin.reshape(*sin.shape[:2], *middle, -1)
-        if rope.pairs == "halves":
-            a, b = jnp.split(y, 2, axis=-1)
-            y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-        else:
-            a, b = y[..., 0::2], y[..., 1::2]
-            y = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(y.shape)
-        y = y.astype(x.dtype)
-        return y if rope.dim == x.shape[-1] else jnp.concatenate([y, x[..., rope.dim :]], axis=-1)
+
+def activation(cfg: LayerConfig) -> Callable[[Array], Array]:
+    """The activation of a layer's MLP."""
+    if cfg.activation == "xielu":
+        return lambda x: _xielu(x, *cfg.xielu)
+    return ACTIVATIONS[cfg.activation]

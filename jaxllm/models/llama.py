@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
 
 
 def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """GGUF's llama files hold permuted Q and K rows, so rope turns neighbouring pairs."""
-    layers = read_layer(meta, tensors, pairs="neighbours", experts=True, rope_factors=True)
+    layers = read_layer(meta, tensors, pairs="neighbours", experts=True)
     return read_model(meta, tensors, layers)
 
 
-FAMILY = Family(PreNormBlock, configure)
+FAMILY = Family(DecoderBlock, configure)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 
 from jaxllm.errors import ModelError
-from jaxllm.models import gemma2, gemma3, llama, qwen2, qwen3
+from jaxllm.models import (
+    gemma2,
+    gemma3,
+    gemma4,
+    llama,
+    plain,
+    positions,
+    scaled,
+    talkie,
+    variants,
+    windowed,
+)
 from jaxllm.models.family import Family
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: Mapping[str, Family] = {
     "llama": llama.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "qwen3": qwen3.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,
+    "gemma4": gemma4.FAMILY,
+    "talkie": talkie.FAMILY,
+    **plain.FAMILIES,
+    **positions.FAMILIES,
+    **scaled.FAMILIES,
+    **variants.FAMILIES,
+    **windowed.FAMILIES,
 }
 
 
@@ -21,10 +38,9 @@ def family(architecture: str) -> Family:
     """The family of `architecture`; `ModelError` with the nearest names if there is none."""
     found = FAMILIES.get(architecture)
     if found is None:
-        near = get_close_matches(architecture, FAMILIES, n=2, cutoff=0.4)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise ModelError(
-            f"architecture {architecture!r} is not supported (supported: "
-            f"{', '.join(sorted(FAMILIES))}{hint})"
+        near = get_close_matches(architecture, FAMILIES, n=3, cutoff=0.4)
+        hint = (
+            f"the nearest that are: {', '.join(near)}" if near else "README.md has those that are"
         )
+        raise ModelError(f"architecture {architecture!r} is not supported; {hint}")
     return found

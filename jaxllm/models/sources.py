@@ -4,8 +4,10 @@ A parameter's `form` says how GGUF tensors, seen as [rows, columns], are laid to
 
     plain    one tensor as it is
     columns  one tensor [out, in] whose columns are split; the parameter may show `in` as two dims
-    stack    gate and up, one after the other, rows split
+    stack    gate and up, one after the other, rows split; stored as two tensors or as one
     qkv      query, key and value rows of each KV group together
+    q_heads, k_heads   one row a channel of the queries or keys, by KV group
+    alibi    no tensor: the slope of each query head
     experts_columns, experts_stack   of every expert of a mixture, columns or stack
 """
 
@@ -21,11 +23,13 @@ import numpy as np
 from jaxllm.errors import ModelError
 from jaxllm.gguf.dequant import iter_row_chunks, supported
 from jaxllm.gguf.reader import GGUFFile
-from jaxllm.models.config import ModelConfig
+from jaxllm.models.config import LayerConfig, ModelConfig
+from jaxllm.models.heads import alibi_slopes
 from jaxllm.models.weights import Slot
 
 DRAWN = 1 << 22  # values that are drawn for a random tensor
 IGNORED = ".attn_rot_embd.weight"  # of old files; computed instead
+HEAD_FORMS = ("q_heads", "k_heads")
 
 
 def _flat(index: slice, unit: int) -> slice:
@@ -51,18 +55,33 @@ class TensorSource(ABC):
     def shapes(self, slot: Slot) -> list[tuple[int, ...]]:
         """The shapes that the tensors of `slot.source` must have."""
         if slot.form == "qkv":
-            return [(rows, *slot.shape[2:]) for rows in self._qkv_rows(slot)]
+            joined, rows = self._layer(slot).qkv_joined, self._qkv_rows(slot)
+            rows = [sum(joined)] if joined else rows[: len(slot.source)]
+            return [(n, *slot.shape[2:]) for n in rows]
         if slot.form == "columns":
             return [(slot.shape[0], int(np.prod(slot.shape[1:])))]
         if slot.form == "stack":
+            if len(slot.source) == 1:
+                return [(2 * slot.shape[1], *slot.shape[2:])]
             return [slot.shape[1:]] * 2
+        if slot.form in HEAD_FORMS:
+            return [(slot.shape[0] // self._repeat(slot) * slot.shape[1], *slot.shape[2:])]
+        if slot.form == "alibi":
+            return []
         if slot.form == "experts_stack":
             return [(slot.shape[0], *slot.shape[2:])] * 2
         return [slot.shape]
 
-    def _qkv_rows(self, slot: Slot) -> list[int]:
+    def _layer(self, slot: Slot) -> LayerConfig:
         assert slot.layer is not None
-        layer = self.cfg.layers[slot.layer]
+        return self.cfg.layers[slot.layer]
+
+    def _repeat(self, slot: Slot) -> int:
+        """How many KV groups of a slot share a stored head."""
+        return self._layer(slot).kv_repeat if slot.form == "k_heads" else 1
+
+    def _qkv_rows(self, slot: Slot) -> list[int]:
+        layer = self._layer(slot)
         stored = layer.kv_heads // layer.kv_repeat
         return [
             layer.kv_heads * layer.q_per_kv * layer.k_dim,
@@ -79,8 +98,18 @@ class TensorSource(ABC):
             columns = _flat(index[1], slot.shape[2]) if out.ndim == 3 else index[1]
             self.copy(*tensors[0], index[0], columns, out)
         elif slot.form == "stack":
-            for half, tensor in zip(out, tensors, strict=True):
-                self.copy(*tensor, index[1], index[2], half)
+            joined = len(tensors) == 1
+            for i, half in enumerate(out):
+                rows = _shift(index[1], i * slot.shape[1]) if joined else index[1]
+                self._rows(tensors[0 if joined else i], rows, half)
+        elif slot.form in HEAD_FORMS:
+            for group, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
+                at = group // self._repeat(slot)
+                self._rows(tensors[0], _flat(slice(at, at + 1), slot.shape[1]), own)
+        elif slot.form == "alibi":
+            layer = self._layer(slot)
+            heads = alibi_slopes(layer.kv_heads * layer.q_per_kv, layer.alibi)
+            out[...] = heads.reshape(slot.shape)[index]
         elif slot.form == "experts_stack":
             for expert, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
                 rows = _shift(index[2], expert * slot.shape[2])
@@ -91,9 +120,16 @@ class TensorSource(ABC):
                 rows = _shift(index[1], expert * slot.shape[1])
                 self.copy(*tensors[0], rows, index[2], own)
         elif out.ndim == 1:
-            self.copy(*tensors[0], slice(0, 1), index[0], out[None])
+            self._rows(tensors[0], index[0], out)
         else:
             self.copy(*tensors[0], index[0], index[1], out)
+
+    def _rows(self, tensor: tuple[str, tuple[int, ...]], rows: slice, out: np.ndarray) -> None:
+        """Whole rows of a tensor, or numbers of one that has a single dim."""
+        if out.ndim == 1:
+            self.copy(*tensor, slice(0, 1), rows, out[None])
+        else:
+            self.copy(*tensor, rows, slice(0, out.shape[-1]), out)
 
     def _fill_qkv(
         self,
@@ -102,19 +138,20 @@ class TensorSource(ABC):
         groups: slice,
         out: np.ndarray,
     ) -> None:
-        assert slot.layer is not None
-        layer = self.cfg.layers[slot.layer]
+        layer = self._layer(slot)
         heights = (layer.q_per_kv * layer.k_dim, layer.k_dim, layer.v_dim)
         repeats = (1, layer.kv_repeat, layer.kv_repeat)
+        first = [0, 0, 0]  # rows of q, k and v in their tensors
+        if layer.qkv_joined:
+            q, k, _ = layer.qkv_joined
+            first, tensors = [0, q, q + k], tensors * 3
+        count = len(tensors)  # fewer where values are made of keys, or a cache is another layer's
         for group, own in zip(range(groups.start, groups.stop), out, strict=True):
             top = 0
-            for tensor, height, repeat in zip(tensors, heights, repeats, strict=True):
-                rows = _flat(slice(group // repeat, group // repeat + 1), height)
-                part = own[top : top + height]
-                if part.ndim == 1:
-                    self.copy(*tensor, slice(0, 1), rows, part[None])
-                else:
-                    self.copy(*tensor, rows, slice(0, part.shape[1]), part)
+            parts = zip(tensors, first[:count], heights[:count], repeats[:count], strict=True)
+            for tensor, at, height, repeat in parts:
+                rows = _shift(_flat(slice(group // repeat, group // repeat + 1), height), at)
+                self._rows(tensor, rows, own[top : top + height])
                 top += height
 
 
@@ -145,7 +182,8 @@ class GGUFSource(TensorSource):
                 f"{'; '.join(problems[:4])}{more}"
             )
         used = {name for slot in slots for name in slot.source}
-        unused = [n for n in self.file.tensors if n not in used and not n.endswith(IGNORED)]
+        known = (IGNORED, *self.cfg.unused)
+        unused = [n for n in self.file.tensors if n not in used and not n.endswith(known)]
         if unused:
             more = f" and {len(unused) - 4} more" if len(unused) > 4 else ""
             raise ModelError(
@@ -182,8 +220,10 @@ class RandomSource(TensorSource):
     def fill(self, slot: Slot, index: tuple[slice, ...], out: np.ndarray) -> None:
         if len(slot.shape) == 1 and slot.form == "plain":
             out[...] = 1.0
-        else:
-            super().fill(slot, index, out)
+            return
+        super().fill(slot, index, out)
+        if slot.form in HEAD_FORMS and "embed" not in slot.axes:  # a norm
+            out += 1.0
 
     def copy(
         self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: np.ndarray

@@ -2,33 +2,94 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
-from jaxllm.models.config import Rope
-from jaxllm.models.decoder import PreNormBlock, SandwichBlock
+from jaxllm.models.config import SANDWICH, Norms, NormStyle, Rope
+from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.gemma4 import Gemma4Block
 from support import layer_config, model_config, small_model, with_layers
 
 HALVES = Rope(theta=10000.0, dim=16, pairs="halves")
-PARTIAL = Rope(theta=10000.0, dim=8, pairs="halves", scale=8.0, factors=True)
+PARTIAL = Rope(theta=10000.0, dim=8, pairs="halves", scale=8.0, factors="rope_freqs.weight")
 
 
 def _windows(window: int) -> ModelConfig:
-    layers = [layer_config(8, 2, 16, mlp=211, activation="gelu", softcap=30.0, rope=HALVES)]
+    layers = [
+        layer_config(
+            8, 2, 16, mlp=211, activation="gelu", softcap=30.0, rope=HALVES, norms=SANDWICH
+        )
+    ]
     layers.append(with_layers(model_config(layers), window=window, softcap=None).layers[0])
     return model_config(layers, embed_scale=8.0, logit_softcap=3.0)
 
 
+def _heads_normed() -> ModelConfig:
+    """Norms over the heads and columns of all devices, on what is added and not on what is read."""
+    norms = Norms(None, "post_attention_norm.weight", None, "post_ffw_norm.weight")
+    return with_layers(
+        _windows(24),
+        norms=norms,
+        norm=NormStyle(),
+        qk_norm=True,
+        norm_heads="all",
+        sub_norms=True,
+        out_gate=True,
+        residual_scale=0.5,
+        scale=0.25,
+    )
+
+
+def _biased() -> ModelConfig:
+    """No rope but learned positions and linear biases; both halves read one norm with a bias."""
+    norm = NormStyle("layer", biases=("attn_norm.bias", "output_norm.bias"))
+    layers = dict(
+        norm=norm,
+        norms=Norms(mlp="attn_norm.weight"),
+        parallel=True,
+        rope=None,
+        alibi=8.0,
+        qkv_joined=(256, 128, 128),
+        qkv_bias=True,
+        qkv_clamp=2.0,
+        out_bias=True,
+        qk_norm=True,
+        norm_heads="each",
+        mlp_gated=False,
+        mlp_bias=True,
+        activation="gelu",
+        scale=0.25,
+    )
+    ends = dict(norm=norm, embed_norm=norm, positions=128, logit_scale=0.5)
+    return with_layers(small_model(tied=False, head_bias=True, **ends), **layers)
+
+
+def _shared() -> ModelConfig:
+    """Layers of two kinds, the last of each kind over the cache of the one before; inputs of each
+    layer go beside the residual."""
+    plain = dict(mlp=211, v_norm=True, inputs=8, out_scale=True, norms=SANDWICH, scale=0.25)
+    whole = layer_config(8, 2, 32, rope=HALVES, v_from_k=True, **plain)
+    window = layer_config(8, 2, 16, rope=HALVES, window=24, **plain)
+    layers = [window, whole]
+    layers += [replace(layer, owns_cache=False, v_from_k=False) for layer in layers]
+    return model_config(layers, layer_inputs=8)
+
+
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
-    "llama": (PreNormBlock, small_model()),
-    "llama-factors": (PreNormBlock, with_layers(small_model(), rope=PARTIAL)),
-    "qwen2": (PreNormBlock, with_layers(small_model(tied=False), qkv_bias=True, rope=HALVES)),
-    "qwen3": (PreNormBlock, with_layers(small_model(), qk_norm=True, scale=0.25, rope=HALVES)),
-    "gemma2": (SandwichBlock, _windows(24)),
-    "gemma3": (SandwichBlock, with_layers(_windows(32), qk_norm=True, scale=0.25, softcap=None)),
-    "head-bias": (PreNormBlock, small_model(tied=False, head_bias=True)),
-    "wide-keys": (PreNormBlock, with_layers(small_model(), k_dim=192, v_dim=128, scale=5.0)),
-    "wide-values": (PreNormBlock, with_layers(small_model(), v_dim=24)),
-    "one-of-8": (PreNormBlock, model_config([layer_config(1, 8, 16, mlp=211)] * 2)),
-    "one-of-6": (PreNormBlock, model_config([layer_config(1, 6, 16, mlp=211)] * 2)),
-    "three-of-4": (PreNormBlock, model_config([layer_config(3, 4, 16, mlp=211)] * 2)),
+    "llama": (DecoderBlock, small_model()),
+    "llama-factors": (DecoderBlock, with_layers(small_model(), rope=PARTIAL)),
+    "qwen2": (DecoderBlock, with_layers(small_model(tied=False), qkv_bias=True, rope=HALVES)),
+    "qwen3": (DecoderBlock, with_layers(small_model(), qk_norm=True, scale=0.25, rope=HALVES)),
+    "gemma2": (DecoderBlock, _windows(24)),
+    "gemma3": (DecoderBlock, with_layers(_windows(32), qk_norm=True, scale=0.25, softcap=None)),
+    "heads-normed": (DecoderBlock, _heads_normed()),
+    "biased": (DecoderBlock, _biased()),
+    "shared": (Gemma4Block, _shared()),
+    "head-bias": (DecoderBlock, small_model(tied=False, head_bias=True)),
+    "wide-keys": (DecoderBlock, with_layers(small_model(), k_dim=192, v_dim=128, scale=5.0)),
+    "wide-values": (DecoderBlock, with_layers(small_model(), v_dim=24)),
+    "one-of-8": (DecoderBlock, model_config([layer_config(1, 8, 16, mlp=211)] * 2)),
+    "one-of-6": (DecoderBlock, model_config([layer_config(1, 6, 16, mlp=211)] * 2)),
+    "three-of-4": (DecoderBlock, model_config([layer_config(3, 4, 16, mlp=211)] * 2)),
 }

@@ -75,7 +75,8 @@ def _check_fused(
 
 
 EVERY = [pytest.param(n, d, marks=_group(n)) for n in FAMILIES for d in CUTS]
-OTHERS = ("llama-factors", "head-bias", "wide-keys", "wide-values")
+SWITCHES = ("heads-normed", "biased", "shared")
+OTHERS = (*SWITCHES, "llama-factors", "head-bias", "wide-keys", "wide-values")
 SOME = [pytest.param(n, 3, marks=_group(n)) for n in OTHERS]
 
 

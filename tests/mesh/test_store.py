@@ -43,7 +43,7 @@ class Model:
     def __init__(self, place: str, group: int, prefetch: int, arrays: int):
         self.device = jax.devices()[0]
         self.prefetch, self.arrays, self.place = prefetch, arrays, MIXES[place]
-        self.store = PageStore(self.device, LAYERS, group, prefetch, self.place)
+        self.store = PageStore(self.device, range(LAYERS), group, prefetch, self.place)
         self.group = group
         self.held: dict[tuple[int, int], dict[int, int]] = {}  # first position: maker
         self.parked: set[int] = set()
@@ -189,7 +189,7 @@ def test_random_lives(place: str, group: int, prefetch: int, arrays: int, action
 def test_pages_are_not_changed_by_their_maker():
     """Memory that the maker writes to again is not the store's."""
     for place in PLACES:
-        store = PageStore(jax.devices()[0], 1, 2, 1, lambda layer, first, place=place: place)
+        store = PageStore(jax.devices()[0], range(1), 2, 1, lambda layer, first, place=place: place)
         [mine] = _pages(0, 0, 0, 1, 1)
         kept = mine.copy()
         store.add(0, 0, 0, (jax.device_put(mine.copy(), jax.devices()[0]),))
@@ -213,7 +213,7 @@ def test_quantised_pages_keep_their_scales(types: tuple[str, str]):
     ring = empty_ring(cfg, (1, HEADS, positions), None)
     ring = write_ring(cfg, ring, jnp.asarray(k), jnp.asarray(v), zero, zero[None])
     for place in PLACES:
-        store = PageStore(jax.devices()[0], 1, 4, 2, lambda layer, first, place=place: place)
+        store = PageStore(jax.devices()[0], range(1), 4, 2, lambda layer, first, place=place: place)
         for first in range(0, positions, PAGE):
             store.add(0, 0, first, join_page(*ring_block(ring, zero, 1, zero[None] + first, PAGE)))
         store.begin(0, 1, again=False)

@@ -13,7 +13,7 @@ import numpy as np
 import naive
 from jaxllm import LLM, ModelConfig
 from jaxllm.engine.build import plan_model
-from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.sources import RandomSource
 from jaxllm.planning import options_from
 from jaxllm.testing import assert_partition, assert_weights_as_planned
@@ -74,7 +74,7 @@ def check_budget(cfg: ModelConfig, *, rooms: tuple[int, int] | None = None, **bu
 
     def planned(mesh: Mesh, **more: Any) -> Any:
         options, dtype = options_from(mesh=mesh, **arguments, **more)
-        return plan_model(PreNormBlock, cfg, mesh, options, dtype)
+        return plan_model(DecoderBlock, cfg, mesh, options, dtype)
 
     if rooms is not None:
         needed = [planned(mesh).plan.needed_bytes(i) for i in (0, 1)]

@@ -11,7 +11,7 @@ import pytest
 import naive
 from jaxllm import LLM, ModelConfig, Rope
 from jaxllm.engine.build import plan_model
-from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.sources import RandomSource
 from sharding import DeviceInfo, Mesh, PlanOptions
 from support import (
@@ -75,7 +75,7 @@ def test_labels_of_any_length_on_eight_devices():
     for length in (5, 40):
         infos = [DeviceInfo(f"{i}".rjust(length, "x")) for i in range(8)]
         mesh = Mesh(tuple(infos), tuple(jax.devices()[:8]))
-        planned = plan_model(PreNormBlock, model, mesh, options, "float32")
+        planned = plan_model(DecoderBlock, model, mesh, options, "float32")
         found.append(_run(LLM(planned, RandomSource(planned.whole.cfg), None)))
     assert_same_bytes(found[1].logits, found[0].logits)
     assert_close(found[0].logits, _run(make_llm(model)).logits)

@@ -18,7 +18,7 @@ import jaxllm.models.weights as weights_module
 from jaxllm import LLM
 from jaxllm.engine import fused, staged
 from jaxllm.engine.build import plan_model
-from jaxllm.models.decoder import PreNormBlock
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.sources import RandomSource
 from jaxllm.planning import options_from
 from jaxllm.testing import random_llm
@@ -128,7 +128,7 @@ def test_a_step_runs_out(engine: str, monkeypatch: pytest.MonkeyPatch):
 def _planned(mesh: Mesh, **arguments: Any) -> Any:
     arguments = dict(split_mode="tensor", dtype="float32", ctx=128, page=16, ubatch=32) | arguments
     options, dtype = options_from(mesh=mesh, **arguments)
-    return plan_model(PreNormBlock, CFG, mesh, options, dtype)
+    return plan_model(DecoderBlock, CFG, mesh, options, dtype)
 
 
 @pytest.mark.parametrize("kv", ["device", "host"])
