@@ -102,7 +102,7 @@ def compute_bytes(plan: Plan, device: int) -> int:
     for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
         handed_on, attention = _attention(plan, index, device, tokens)
         columns = _count(plan, layer.mlp, device)
-        mlp = _mlp(plan, shape, columns, tokens)
+        mlp = _mlp(plan, shape, columns, _count(plan, layer.shared_mlp, device), tokens)
         if plan.engine == "staged" and len(layer.devices) == 1:
             mlp += 2 * handed_on  # one program, from this layer's queries to the next one's
         if plan.engine == "fused" and shape.experts:
@@ -137,17 +137,18 @@ def _attention(plan: Plan, index: int, device: int, tokens: int) -> tuple[int, i
     return handed_on, 3 * queries + 2 * keys_values + 3 * carry + tiles + scores
 
 
-def _mlp(plan: Plan, shape: LayerShape, columns: int, tokens: int) -> int:
-    """Of a layer's MLP over so many columns."""
+def _mlp(plan: Plan, shape: LayerShape, columns: int, shared: int, tokens: int) -> int:
+    """Of a layer's MLP over so many columns, and those of an MLP beside a mixture."""
     embed, itemsize = plan.model.embed, plan.options.itemsize
     if not shape.experts:
         return 3 * tokens * columns * itemsize
+    beside = (3 * tokens * shared + tokens * embed) * itemsize if shared else 0
     rows, block = tokens * shape.experts_used, min(EXPERT_ROWS, tokens)
     # Rows in the order of experts and back, in and out; then weighted, in float32.
     moved = (2 * (rows + block) + rows) * embed * itemsize + rows * embed * 4
     routing = 3 * tokens * shape.experts * 4 + 8 * rows * 4
     one = 3 * columns * (embed + block) * itemsize
-    return moved + routing + one
+    return moved + routing + one + beside
 
 
 def _kept(plan: Plan, layer: int, device: int) -> int:

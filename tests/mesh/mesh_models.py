@@ -35,7 +35,7 @@ def _heads_normed() -> ModelConfig:
         qk_norm=True,
         norm_heads="all",
         sub_norms=True,
-        out_gate=True,
+        out_gate=16,
         residual_scale=0.5,
         scale=0.25,
     )
