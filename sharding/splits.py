@@ -168,14 +168,7 @@ def split_layers(
         notes = ("cuts between layers were moved to keep layers that share a cache together.",)
     place = [next(d for d, stop in enumerate(moved) if i < stop) for i in range(n)]
     layers = tuple(
-        LayerPlan(
-            (d,),
-            *(
-                _all_on(d, len(mesh), size)
-                for size in (layer.kv_heads, layer.mlp, layer.shared_mlp)
-            ),
-        )
-        for d, layer in zip(place, model.layers, strict=True)
+        _whole(layer, d, len(mesh)) for d, layer in zip(place, model.layers, strict=True)
     )
     return layers, _all_on(place[-1], len(mesh), model.vocab), notes
 
