@@ -49,12 +49,16 @@ def _arctic(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 
 def _smallthinker(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """Where there are windows they are of 4096, and the layers without one have no rope."""
+    """Where there are windows they are of 4096; every fourth layer has none and no rope. A model
+    of four layers has rope in all, as in llama.cpp."""
     routing = Routing(scores_key=True, reads="route")
     layers = read_layer(meta, tensors, "halves", routing=routing, activation="relu")
+    rope = len(layers) == 4
     if int(meta.get("attention.sliding_window", 0)):
         layers = [
-            replace(layer, window=4096) if i % 4 else replace(layer, rope=None)
+            replace(
+                layer, window=4096 if i % 4 else None, rope=layer.rope if i % 4 or rope else None
+            )
             for i, layer in enumerate(layers)
         ]
     return read_model(meta, tensors, layers)

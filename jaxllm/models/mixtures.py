@@ -99,7 +99,7 @@ FAMILIES: Mapping[str, Family] = {
     "minimax-m2": plain("halves", routing=Routing("sigmoid", scores_key=True)),
     "mistral3": Family(DecoderBlock, _mistral3),
     "olmoe": plain("halves", routing=RAW),
-    "phimoe": plain("halves", "layer", routing=SOFTMAX),
+    "phimoe": plain("halves", routing=SOFTMAX),
     "qwen2moe": plain("halves", routing=RAW),
     "qwen3moe": plain("halves", routing=SOFTMAX),
     "qwen3vlmoe": pictured("halves", interleaved=True, routing=SOFTMAX),

@@ -47,9 +47,10 @@ def _windowed(
 
 
 def _afmoe(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """Attention is gated; layers that see all have no rope."""
+    """Attention is gated; every fourth layer has no rope, whichever layers have windows."""
     layers = read_layer(meta, tensors, "halves", norms=SANDWICH, routing=SIGMOID)
-    layers = _windowed(layers, read_windows(meta, len(layers), period=4), rope_everywhere=False)
+    layers = _windowed(layers, read_windows(meta, len(layers), period=4), rope_everywhere=True)
+    layers = [replace(layer, rope=None) if i % 4 == 3 else layer for i, layer in enumerate(layers)]
     return read_model(
         meta, tensors, layers, embed_scale=sqrt(meta.require("embedding_length", int))
     )
