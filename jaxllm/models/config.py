@@ -46,6 +46,7 @@ class Rope:
     yarn: Yarn | None = None
     magnitude: float = 1.0  # of what is rotated
     factors: str | None = None  # a tensor that frequencies are divided by
+    factor_rows: int = 0  # of that tensor, where more than there are pairs to turn
     longer: tuple[int, str] | None = None  # contexts above this have factors of their own
 
     def in_context(self, ctx: int) -> Rope:
@@ -117,6 +118,7 @@ class Experts:
     shared: int = 0  # columns of an MLP beside the mixture that every token goes through
     shared_suffix: str = "_shexp"  # of the names of its tensors
     shared_gate: bool = False  # its output is multiplied by the sigmoid of one more logit
+    shared_limit: float = 0.0  # as `LayerConfig.mlp_limit`
     blend: float = 1.0  # of the sum of both
     reads: Literal["mlp", "norm", "route"] = "mlp"  # see `jaxllm.models.early`
 
@@ -192,6 +194,7 @@ class LayerConfig:
     activation: Activation = "silu"
     xielu: tuple[float, ...] = ()  # alpha_n, alpha_p, beta and eps of that activation
     mlp_gated: bool = True
+    mlp_limit: float = 0.0  # of both halves of a gated MLP, the gate's activation from above
     mlp_joined: bool = False  # gate and up are one tensor ffn_up
     mlp_bias: bool = False
     mlp_scales: bool = False  # activations are divided by the tensor ffn.act.scales

@@ -6,6 +6,8 @@ partial like that of a dense MLP.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -74,10 +76,10 @@ class SharedMLP(nnx.Module):
 
     def __init__(self, cfg: LayerConfig, columns: int, embed: int, dtype: jnp.dtype):
         assert cfg.experts is not None
-        suffix = cfg.experts.shared_suffix
+        gate = cfg.experts.shared_gate
+        suffix, cfg = cfg.experts.shared_suffix, replace(cfg, mlp_limit=cfg.experts.shared_limit)
         self.dense = DenseMLP(cfg, columns, embed, dtype, suffix, axis="shared_mlp")
         source = ("ffn_gate_inp_shexp.weight",)
-        gate = cfg.experts.shared_gate
         self.gate = param((embed,), ("embed",), source, FLOAT) if gate else None
 
     def __call__(self, x: Array) -> Array:

@@ -294,7 +294,10 @@ def activation(cfg: LayerConfig) -> Callable[[Array], Array]:
 def gated(cfg: LayerConfig, gate: Array, up: Array) -> Array:
     """The hidden values of a layer's gated MLP from its two halves."""
     if cfg.activation != "clamped_swiglu":
-        return activation(cfg)(gate) * up
+        gate, limit = activation(cfg)(gate), cfg.mlp_limit
+        if limit:
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * up
     # gpt-oss: both halves bounded, a steeper sigmoid, and one added to the linear half.
     gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)

@@ -152,6 +152,30 @@ def _mimo2(meta: Metadata, tensors: Tensors) -> ModelConfig:
     return read_model(meta, tensors, layers, unused=DENSE)
 
 
+def _step35(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Attention is gated; layers that see all turn half of each head. Both halves of an MLP may be
+    bounded, in layers that say so."""
+    layers = read_layer(meta, tensors, "halves", routing=SIGMOID)
+    layers = _windowed(layers, read_windows(meta, len(layers), period=0), rope_everywhere=True)
+    limits, beside = (
+        meta.per_layer(f"swiglu_clamp_{kind}", len(layers), 0.0) for kind in ("exp", "shexp")
+    )
+
+    def adapt(layer: LayerConfig, limit: float, shared: float) -> LayerConfig:
+        if layer.experts is None:
+            layer = replace(layer, mlp_limit=shared)
+        else:
+            experts = replace(layer.experts, shared_limit=shared)
+            layer = replace(layer, mlp_limit=limit, experts=experts)
+        if layer.window:
+            return _own_theta(meta, layer.with_rope(factors=None), 10000.0)
+        dim = 0 if layer.rope is None else layer.rope.dim
+        return layer.with_rope(dim=dim // 2, factor_rows=dim // 2)
+
+    layers = list(map(adapt, layers, limits, beside))
+    return read_model(meta, tensors, layers, unused=DENSE)
+
+
 FAMILIES: Mapping[str, Family] = {
     "afmoe": Family(DecoderBlock, _afmoe),
     "cohere2moe": Family(DecoderBlock, _cohere2moe),
@@ -161,4 +185,5 @@ FAMILIES: Mapping[str, Family] = {
     "llama4": Family(DecoderBlock, _llama4),
     "mellum": Family(DecoderBlock, _mellum),
     "mimo2": Family(DecoderBlock, _mimo2),
+    "step35": Family(DecoderBlock, _step35),
 }

@@ -42,6 +42,7 @@ SLOW = (
     "qwen3moe",
     "qwen3vlmoe-moe",
     "smallthinker-moe",
+    "step35-moe",
 )
 # llama.cpp ran in a context above this model's original one, where it has other factors.
 CONTEXT = {"phimoe-moe": 256}
