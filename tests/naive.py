@@ -49,14 +49,19 @@ def attention(
 ) -> np.ndarray:
     """One head: q [T, H], k [S, H], v [S, Hv] with the queries at the last T positions. The sink is
     one more logit, of a key without a value."""
+    position = np.arange(len(k) - len(q), len(k))[:, None]
     scores = q @ k.T * cfg.scale
+    if cfg.temperature is not None:
+        every, scale, offset = cfg.temperature
+        scores *= 1 + scale * np.log(1 + (position + offset) // every)
     if cfg.softcap is not None:
         scores = cfg.softcap * np.tanh(scores / cfg.softcap)
-    position = np.arange(len(k) - len(q), len(k))[:, None]
     key = np.arange(len(k))[None]
     hidden = key > position
     if cfg.window is not None:
         hidden |= position - key >= cfg.window
+        if cfg.chunked:
+            hidden |= key // cfg.window != position // cfg.window
     scores = np.where(hidden, -np.inf, scores)
     scores = np.concatenate([scores, np.full((len(q), 1), sink)], axis=-1)
     p = np.exp(scores - scores.max(-1, keepdims=True))

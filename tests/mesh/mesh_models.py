@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
-from jaxllm.models.config import SANDWICH, Experts, Latent, Norms, NormStyle, Rope
+from jaxllm.models.config import SANDWICH, Experts, Latent, Norms, NormStyle, Rope, Temperature
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.early import EarlyBlock
 from jaxllm.models.gemma4 import Gemma4Block
@@ -99,6 +99,7 @@ def _latent() -> ModelConfig:
 
 
 GROUPED = _mixture(groups=4, groups_used=2, scale=2.5, biases=True, shared_gate=True)
+WARMER = Temperature(every=8, scale=0.5, offset=1)
 EARLY = _mixture(scores="softmax", shared_suffix="", reads="norm")
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
@@ -111,6 +112,7 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "biased": (DecoderBlock, _biased()),
     "shared": (Gemma4Block, _shared()),
     "sinks": (DecoderBlock, with_layers(_windows(24), sinks=True)),
+    "chunks": (DecoderBlock, with_layers(_windows(24), chunked=True, temperature=WARMER)),
     "latent": (DecoderBlock, _latent()),
     "experts": (DecoderBlock, GROUPED),
     "early-experts": (EarlyBlock, EARLY),

@@ -75,7 +75,7 @@ def _check_fused(
 
 
 EVERY = [pytest.param(n, d, marks=_group(n)) for n in FAMILIES for d in CUTS]
-SWITCHES = ("heads-normed", "biased", "shared", "sinks", "experts", "early-experts")
+SWITCHES = ("heads-normed", "biased", "shared", "sinks", "chunks", "experts", "early-experts")
 OTHERS = (*SWITCHES, "llama-factors", "head-bias", "wide-keys", "wide-values")
 SOME = [pytest.param(n, 3, marks=_group(n)) for n in OTHERS]
 
