@@ -169,7 +169,7 @@ def _attend(w: dict[str, np.ndarray], prefix: str, cfg: LayerConfig, x: np.ndarr
             for q, sink in zip(qs, sinks, strict=True)
         ]
     out = w[f"{prefix}out.weight"]
-    return np.concatenate(heads, -1) @ out.reshape(len(out), -1).T
+    return np.concatenate(heads, -1) @ out.reshape(len(out), -1).T * cfg.out_factor
 
 
 def logits(

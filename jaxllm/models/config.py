@@ -183,6 +183,7 @@ class LayerConfig:
     qkv_bias: bool = False
     qkv_clamp: float | None = None
     out_bias: bool = False
+    out_factor: float = 1.0  # of attention's part of the residual, before its bias
     out_gate: int = 0  # of a gate a query head on its output: one, or one a value; 0 for none
     out_gate_kind: Literal["sigmoid", "softplus"] = "sigmoid"
     qk_norm: bool = False

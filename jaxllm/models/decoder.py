@@ -103,7 +103,9 @@ class DecoderBlock(Block):
         return q, ks[0] if ks else None
 
     def after_attention(self, o: Array, x: Array) -> Array:
-        return self.out(o if self.gate is None else self.gate(o, self._read(x)))
+        y = self.out(o if self.gate is None else self.gate(o, self._read(x)))
+        factor = self.cfg.out_factor
+        return y if factor == 1.0 else y * jnp.asarray(factor, y.dtype)
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
         joined = self._add(x, total, self.out.sub_norm, self.out_bias, self.post_attn_norm)

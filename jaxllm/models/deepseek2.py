@@ -1,4 +1,4 @@
-"""deepseek2: DeepSeek V2 and V3 and their kin, whose attention is latent."""
+"""deepseek2 (DeepSeek V2 and V3 and their kin) and mistral4, whose attention is latent."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ def _mellum(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 def _mimo2(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Attention may have sinks, and its output a factor."""
-    layers = read_layer(meta, tensors, "halves", routing=Routing("sigmoid"))
+    factor = float(meta.get("attention.value_scale", 0.0)) or 1.0
+    layers = read_layer(meta, tensors, "halves", routing=Routing("sigmoid"), out_factor=factor)
     layers = _windowed(layers, read_windows(meta, len(layers), period=0), rope_everywhere=True)
     layers = [_own_theta(meta, layer, 10000.0) if layer.window else layer for layer in layers]
     return read_model(meta, tensors, layers, unused=DENSE)

@@ -26,6 +26,7 @@ from jaxllm.models.family import Family
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek2": deepseek2.FAMILY,
+    "mistral4": deepseek2.FAMILY,
     "llama": llama.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,

@@ -111,7 +111,7 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "heads-normed": (DecoderBlock, _heads_normed()),
     "biased": (DecoderBlock, _biased()),
     "shared": (Gemma4Block, _shared()),
-    "sinks": (DecoderBlock, with_layers(_windows(24), sinks=True)),
+    "sinks": (DecoderBlock, with_layers(_windows(24), sinks=True, out_factor=0.5)),
     "chunks": (DecoderBlock, with_layers(_windows(24), chunked=True, temperature=WARMER)),
     "latent": (DecoderBlock, _latent()),
     "experts": (DecoderBlock, GROUPED),

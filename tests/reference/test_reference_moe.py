@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_reference_archs import ENGINES, _check, _load, _reference, _spec
 
@@ -37,6 +38,7 @@ SLOW = (
     "minicpm-moe",
     "minimax-m2-moe",
     "mistral3-moe",
+    "mistral4-moe",
     "olmoe-moe",
     "phimoe-moe",
     "qwen3moe",
@@ -57,9 +59,19 @@ def test_mixtures(name: str, shared: Path):
     reference, ctx = _reference(shared, name), CONTEXT.get(name, 128)
     for engine in ("fused", "uneven"):
         more: dict[str, Any] = {"ctx": ctx}
-        if engine == "uneven" and name.startswith("deepseek2"):
+        if engine == "uneven" and name.startswith(("deepseek2", "mistral4")):
             more["kv_replicate"] = True
         _check(_load(_spec(name), **(ENGINES[engine] | more)), reference)
+
+
+@pytest.mark.slow
+def test_experts_of_four_bits(shared: Path):
+    path = shared / "archs" / "quant" / "gpt-oss-MXFP4.gguf"
+    with np.load(path.with_suffix(".npz")) as file:
+        end = "_dequant_f32"
+        reference = {key.removesuffix(end): file[key] for key in file.files if key.endswith(end)}
+        reference["tokens"] = file["tokens"]
+    _check(_load(path, **ENGINES["host"]), reference)
 
 
 def test_layers_that_contradict_their_metadata(shared: Path):
