@@ -32,10 +32,12 @@ class Axis:
 _DECLARED = (
     Axis("kv_group", "attn", "one KV head with the query heads that read it"),
     Axis("mlp", "weight", "one hidden column of the MLP"),
+    Axis("shared_mlp", "weight", "one hidden column of the MLP beside a mixture of experts"),
     Axis("vocab", "weight", "one row of the embedding or output table"),
     Axis("embed", "none", "one channel of the residual stream"),
     Axis("head_rows", "none", "one row of the projections that belong to a KV group"),
     Axis("head_dim", "none", "one channel of a head"),
+    Axis("latent", "none", "one channel of a vector that all heads share"),
     Axis("expert", "none", "one MLP of a mixture, every device holding its own columns of it"),
     Axis("pair", "none", "which of the tensors joined into one (gate and up, for example)"),
     Axis("rope", "none", "one rotary frequency"),

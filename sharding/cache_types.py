@@ -56,12 +56,17 @@ def rotation_notes(
     """A sentence about each kind of row that cannot be rotated although that was asked for."""
     found = {}
     for index, argument, kind, dim in _rows(model, cache_type_k, cache_type_v):
-        if asked and is_quantised(kind) and not rotates(kind, dim, asked):
-            found.setdefault((argument, dim), index)
+        part = model.layers[index].k_only
+        if asked and is_quantised(kind) and (part or not rotates(kind, dim, asked)):
+            reason = (
+                "its values are a part of it"
+                if part
+                else f"its head dim of {dim} is no power of two"
+            )
+            found.setdefault((argument, reason), index)
     return tuple(
-        f"what {argument} stores of layer {index} is not rotated: its head dim of {dim} is no"
-        " power of two."
-        for (argument, dim), index in found.items()
+        f"what {argument} stores of layer {index} is not rotated: {reason}."
+        for (argument, reason), index in found.items()
     )
 
 
@@ -72,4 +77,5 @@ def _rows(
     for index, layer in enumerate(model.layers):
         if layer.kv_heads:
             yield index, "--cache-type-k/-ctk", cache_type_k, layer.k_dim
+        if layer.kv_heads and not layer.k_only:
             yield index, "--cache-type-v/-ctv", cache_type_v, layer.v_dim

@@ -191,8 +191,9 @@ class Tables:
         options, model = self.options, self.model
         whole, none = [], []
         for i, shape in enumerate(model.layers):
-            whole.append(sizes.layer_compute(self._probe.plan, i, shape.kv_heads, shape.mlp))
-            none.append(sizes.layer_compute(self._probe.plan, i, 0, 0))
+            every = shape.kv_heads, shape.mlp, shape.shared_mlp
+            whole.append(sizes.layer_compute(self._probe.plan, i, *every))
+            none.append(sizes.layer_compute(self._probe.plan, i, 0, 0, 0))
         self.handed_on, self.attention, mlp = np.array(whole, float).T
         self.fixed = np.array(none, float)[:, 2]
         self.dense = mlp - self.fixed

@@ -99,7 +99,7 @@ class Plan:
         if axis_name == "vocab":
             return self.vocab
         own = self.layers[self._layer(layer)]
-        return {"kv_group": own.groups, "mlp": own.mlp}[axis_name]
+        return {"kv_group": own.groups, "mlp": own.mlp, "shared_mlp": own.shared_mlp}[axis_name]
 
     def holds(self, tensor: TensorShape, device: int) -> bool:
         """Whether a device needs a tensor at all.
@@ -222,8 +222,8 @@ class Plan:
         if axis_name == "vocab":
             return self.model.vocab
         index = self._layer(layer)
-        if axis_name == "mlp":
-            return self.model.layers[index].mlp
+        if axis_name in ("mlp", "shared_mlp"):
+            return getattr(self.model.layers[index], axis_name)
         return self.model.layers[index].kv_heads * self.layers[index].replication
 
 
@@ -270,7 +270,8 @@ def _used(layers: Sequence[LayerPlan], vocab: Ranges) -> tuple[int, ...]:
 
 
 def _equal(layers: Sequence[LayerPlan], vocab: Ranges) -> bool:
-    cuts = [vocab, *(r for layer in layers for r in (layer.groups, layer.mlp))]
+    own = [(layer.groups, layer.mlp, layer.shared_mlp) for layer in layers]
+    cuts = [vocab, *(ranges for three in own for ranges in three)]
     return all(len({stop - start for start, stop in ranges}) == 1 for ranges in cuts)
 
 
@@ -337,7 +338,8 @@ def _attention_notes(
     weights = cache = 0
     for shape, layer in zip(model.layers, layers, strict=True):
         extra = shape.kv_heads * (layer.replication - 1)
-        weights += extra * (shape.k_dim + shape.v_dim) * model.embed * options.itemsize
+        rows = shape.k_dim + (0 if shape.k_only else shape.v_dim)
+        weights += extra * rows * model.embed * options.itemsize
         if shape.owns_cache:
             cache += extra * position_bytes(shape, options) * options.ctx * options.slots
     if weights:

@@ -65,4 +65,4 @@ def resident_pages(pages: range, kept: int, full: int) -> int:
 def position_bytes(layer: LayerShape, options: PlanOptions) -> int:
     """Bytes of K and V of one position of one KV group."""
     k = row_bytes(options.cache_type_k, layer.k_dim)
-    return k + row_bytes(options.cache_type_v, layer.v_dim)
+    return k if layer.k_only else k + row_bytes(options.cache_type_v, layer.v_dim)

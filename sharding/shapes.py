@@ -21,7 +21,8 @@ class LayerShape:
     planned along), which residency budgets keep apart.
     `kv_heads` is 0 for a layer without attention, `mlp` is 0 for one without an MLP. `experts` is
     how many MLPs of `mlp` columns a mixture has, of which a token goes through `experts_used`; 0
-    for a dense layer.
+    for a dense layer. `shared_mlp` is how many columns the MLP has that every token goes through
+    beside the mixture. `k_only` says that V is a part of K, so that only K is stored.
     """
 
     kv_heads: int
@@ -37,9 +38,11 @@ class LayerShape:
     cache_context: Literal["main", "draft"] = "main"
     experts: int = 0
     experts_used: int = 0
+    shared_mlp: int = 0
+    k_only: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("kv_heads", "mlp", "experts", "experts_used"):
+        for name in ("kv_heads", "mlp", "experts", "experts_used", "shared_mlp"):
             _at_least(self, name, 0)
         for name in ("q_per_kv", "k_dim", "v_dim", "mlp_block", "o_block"):
             _at_least(self, name, 1)
@@ -51,7 +54,8 @@ class LayerShape:
     @property
     def cache_kind(self) -> tuple[object, ...]:
         """What two layers must have in common to share a cache."""
-        return self.kv_heads, self.k_dim, self.v_dim, self.window, self.cache_context
+        dims = self.k_dim, self.v_dim, self.k_only
+        return self.kv_heads, *dims, self.window, self.cache_context
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,10 @@ def compute_bytes(plan: Plan, device: int) -> int:
     logit = 4 if options.itemsize == 4 else 4 + options.itemsize  # made in the compute type
     largest = max(options.slots, LOGIT_ROWS) * (stop - start) * logit
     for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
-        groups, columns = (_count(plan, ranges, device) for ranges in (layer.groups, layer.mlp))
-        handed_on, attention, mlp = layer_compute(plan, index, groups, columns)
+        groups, columns, shared = (
+            _count(plan, ranges, device) for ranges in (layer.groups, layer.mlp, layer.shared_mlp)
+        )
+        handed_on, attention, mlp = layer_compute(plan, index, groups, columns, shared)
         if plan.engine == "staged" and len(layer.devices) == 1:
             mlp += 2 * handed_on  # one program, from this layer's queries to the next one's
         if plan.engine == "fused" and shape.experts:
@@ -110,12 +112,14 @@ def compute_bytes(plan: Plan, device: int) -> int:
     return _residuals(plan) * residual + largest
 
 
-def layer_compute(plan: Plan, layer: int, groups: int, columns: int) -> tuple[int, int, int]:
-    """Of so many groups and columns of a layer: what programs hand on, queries and carry; all that
-    lives in attention; all that lives in the MLP."""
+def layer_compute(
+    plan: Plan, layer: int, groups: int, columns: int, shared: int
+) -> tuple[int, int, int]:
+    """Of so many groups of a layer, columns of its MLP and columns of an MLP beside a mixture: what
+    programs hand on, queries and carry; all that lives in attention; all that lives in the MLP."""
     tokens = max(plan.options.ubatch, plan.options.slots)
     handed_on, attention = _attention(plan, layer, groups, tokens)
-    return handed_on, attention, _mlp(plan, plan.model.layers[layer], columns, tokens)
+    return handed_on, attention, _mlp(plan, plan.model.layers[layer], columns, shared, tokens)
 
 
 def _residuals(plan: Plan) -> int:
@@ -142,17 +146,18 @@ def _attention(plan: Plan, index: int, groups: int, tokens: int) -> tuple[int, i
     return handed_on, 3 * queries + 2 * keys_values + 3 * carry + tiles + scores
 
 
-def _mlp(plan: Plan, shape: LayerShape, columns: int, tokens: int) -> int:
-    """Of a layer's MLP over so many columns."""
+def _mlp(plan: Plan, shape: LayerShape, columns: int, shared: int, tokens: int) -> int:
+    """Of a layer's MLP over so many columns, and those of an MLP beside a mixture."""
     embed, itemsize = plan.model.embed, plan.options.itemsize
     if not shape.experts:
         return 3 * tokens * columns * itemsize
+    beside = (3 * tokens * shared + tokens * embed) * itemsize if shared else 0
     rows, block = tokens * shape.experts_used, min(EXPERT_ROWS, tokens)
     # Rows in the order of experts and back, in and out; then weighted, in float32.
     moved = (2 * (rows + block) + rows) * embed * itemsize + rows * embed * 4
     routing = 3 * tokens * shape.experts * 4 + 8 * rows * 4
     one = 3 * columns * (embed + block) * itemsize
-    return moved + routing + one
+    return moved + routing + one + beside
 
 
 def _kept(plan: Plan, layer: int, device: int) -> int:

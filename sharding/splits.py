@@ -24,14 +24,16 @@ Ranges = tuple[Range, ...]
 class LayerPlan:
     """How one layer is cut.
 
-    `devices` hold any part of it; `groups` and `mlp` have one range a device of the mesh, of
-    virtual KV groups and of MLP columns. Each KV head is stored `replication` times, as that many
-    virtual groups with q_per_kv // replication query heads each.
+    `devices` hold any part of it; `groups`, `mlp` and `shared_mlp` have one range a device of the
+    mesh, of virtual KV groups, of MLP columns and of those of an MLP beside a mixture. Each KV head
+    is stored `replication` times, as that many virtual groups with q_per_kv // replication query
+    heads each.
     """
 
     devices: tuple[int, ...]
     groups: Ranges
     mlp: Ranges
+    shared_mlp: Ranges
     replication: int = 1
 
     @property
@@ -41,8 +43,8 @@ class LayerPlan:
 
     @property
     def mlp_devices(self) -> tuple[int, ...]:
-        """Devices with columns of the MLP."""
-        return holders(self.mlp)
+        """Devices with columns of an MLP."""
+        return tuple(sorted({*holders(self.mlp), *holders(self.shared_mlp)}))
 
 
 def holders(ranges: Ranges) -> tuple[int, ...]:
@@ -100,16 +102,23 @@ def split_tensor(
     layers, with_mlp = [], 0
     for index, layer in enumerate(model.layers):
         own = ranges_of(groups[model.cache_owner(index)])
-        if options.rounding == "llama.cpp":
-            block = mlp_granularity(layer.mlp_block)
-            columns = llama_cpp_cut(layer.mlp, block, weight, with_mlp % len(mesh))
-        else:
-            columns = apportion_blocks(layer.mlp, max(32, layer.mlp_block), weight)
+        rotation = with_mlp % len(mesh)
+        mlp, shared = (
+            ranges_of(_cut_columns(n, layer.mlp_block, weight, options, rotation))
+            for n in (layer.mlp, layer.shared_mlp)
+        )
         with_mlp += layer.mlp > 0
-        mlp = ranges_of(columns)
-        devices = tuple(sorted({*holders(own), *holders(mlp)}))
-        layers.append(LayerPlan(devices, own, mlp, repeat[index]))
+        devices = tuple(sorted({*holders(own), *holders(mlp), *holders(shared)}))
+        layers.append(LayerPlan(devices, own, mlp, shared, repeat[index]))
     return tuple(layers), ranges_of(apportion(model.vocab, weight))
+
+
+def _cut_columns(
+    columns: int, block: int, shares: tuple[float, ...], options: PlanOptions, rotation: int
+) -> tuple[int, ...]:
+    if options.rounding == "llama.cpp":
+        return llama_cpp_cut(columns, mlp_granularity(block), shares, rotation)
+    return apportion_blocks(columns, max(32, block), shares)
 
 
 def _cut_attention(
@@ -159,10 +168,15 @@ def split_layers(
         notes = ("cuts between layers were moved to keep layers that share a cache together.",)
     place = [next(d for d, stop in enumerate(moved) if i < stop) for i in range(n)]
     layers = tuple(
-        LayerPlan((d,), _all_on(d, len(mesh), layer.kv_heads), _all_on(d, len(mesh), layer.mlp))
-        for d, layer in zip(place, model.layers, strict=True)
+        _whole(layer, d, len(mesh)) for d, layer in zip(place, model.layers, strict=True)
     )
     return layers, _all_on(place[-1], len(mesh), model.vocab), notes
+
+
+def _whole(layer: LayerShape, device: int, devices: int) -> LayerPlan:
+    sizes = layer.kv_heads, layer.mlp, layer.shared_mlp
+    groups, mlp, shared = (_all_on(device, devices, n) for n in sizes)
+    return LayerPlan((device,), groups, mlp, shared)
 
 
 def _layer_shares(mesh: Mesh, options: PlanOptions) -> tuple[float, ...]:

@@ -44,19 +44,28 @@ def _rotate(x: np.ndarray, rope: Rope, factors: np.ndarray | None) -> np.ndarray
     return y
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, cfg: LayerConfig) -> np.ndarray:
-    """One head: q [T, H], k [S, H], v [S, Hv] with the queries at the last T positions."""
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, cfg: LayerConfig, sink: float = -np.inf
+) -> np.ndarray:
+    """One head: q [T, H], k [S, H], v [S, Hv] with the queries at the last T positions. The sink is
+    one more logit, of a key without a value."""
+    position = np.arange(len(k) - len(q), len(k))[:, None]
     scores = q @ k.T * cfg.scale
+    if cfg.temperature is not None:
+        every, scale, offset = cfg.temperature
+        scores *= 1 + scale * np.log(1 + (position + offset) // every)
     if cfg.softcap is not None:
         scores = cfg.softcap * np.tanh(scores / cfg.softcap)
-    position = np.arange(len(k) - len(q), len(k))[:, None]
     key = np.arange(len(k))[None]
     hidden = key > position
     if cfg.window is not None:
         hidden |= position - key >= cfg.window
+        if cfg.chunked:
+            hidden |= key // cfg.window != position // cfg.window
     scores = np.where(hidden, -np.inf, scores)
+    scores = np.concatenate([scores, np.full((len(q), 1), sink)], axis=-1)
     p = np.exp(scores - scores.max(-1, keepdims=True))
-    return p / p.sum(-1, keepdims=True) @ v
+    return p[:, :-1] / p.sum(-1, keepdims=True) @ v
 
 
 def _act(name: str, x: np.ndarray) -> np.ndarray:
@@ -65,7 +74,81 @@ def _act(name: str, x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def _gated(name: str, x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return _act(name, x @ gate.T) * (x @ up.T)
+
+
+def _mixture(
+    w: dict[str, np.ndarray], ffn: str, cfg: LayerConfig, x: np.ndarray, route: np.ndarray
+) -> np.ndarray:
+    """Token by token, expert by expert."""
+    experts, y = cfg.experts, np.zeros_like(x)
+    assert experts is not None
+    for token, row, at in zip(y, x, route, strict=True):
+        logits = at @ w[f"{ffn}router.weight"].T
+        p = 1 / (1 + np.exp(-logits))
+        if experts.scores == "softmax":
+            p = np.exp(logits) / np.exp(logits).sum()
+        groups = p.reshape(experts.groups, -1)
+        best = np.argsort(np.sort(groups)[:, -2:].sum(-1))[::-1][: experts.groups_used]
+        inside = np.repeat(np.isin(np.arange(experts.groups), best), groups.shape[1])
+        chosen = np.argsort(np.where(inside, p, -1.0))[::-1][: experts.used]
+        total = p[chosen].sum() if experts.normalised else 1.0
+        for e in chosen:
+            halves = w[f"{ffn}gate_up"][e] @ row
+            if experts.biases:
+                halves = halves + w[f"{ffn}gate_up_bias"][e]
+            out = w[f"{ffn}down"][e] @ (_act(cfg.activation, halves[0]) * halves[1])
+            if experts.biases:
+                out = out + w[f"{ffn}down_bias"][e]
+            token += p[e] / total * experts.scale * out
+    return y
+
+
+def _mlp(
+    w: dict[str, np.ndarray], prefix: str, cfg: LayerConfig, x: np.ndarray, first: np.ndarray
+) -> np.ndarray:
+    """x [T, D] is what the MLP reads, `first` the layer's input."""
+    ffn, experts = f"{prefix}ffn.", cfg.experts
+    if experts is None:
+        return _gated(cfg.activation, x, *w[f"{ffn}up"]) @ w[f"{ffn}down"].T
+    early = first
+    if experts.reads == "norm":
+        early = _norm(first, w[f"{prefix}early_norm.weight"], cfg.eps)
+    own = early if experts.reads == "norm" else x
+    y = _mixture(w, ffn, cfg, own, x if experts.reads == "mlp" else early)
+    if experts.shared:
+        beside = _gated(cfg.activation, x, *w[f"{ffn}shared.dense.up"])
+        beside = beside @ w[f"{ffn}shared.dense.down"].T
+        if experts.shared_gate:
+            beside = beside / (1 + np.exp(-x @ w[f"{ffn}shared.gate"]))[:, None]
+        y = (y + beside) * experts.blend
+    return y
+
+
+def _attend_latent(
+    w: dict[str, np.ndarray], prefix: str, cfg: LayerConfig, x: np.ndarray
+) -> np.ndarray:
+    """Keys and values of each head are made of the latent vector, and attended to."""
+    latent, qkv = cfg.latent, f"{prefix}qkv."
+    assert latent is not None and cfg.rope is not None
+    narrow = _norm(x @ w[f"{qkv}q_down"].T, w[f"{qkv}q_norm.weight"], cfg.eps)
+    c, r = np.split(x @ w[f"{qkv}latent"].T, [cfg.v_dim], axis=-1)
+    c, r = _norm(c, w[f"{qkv}norm.weight"], cfg.eps), _rotate(r, cfg.rope, None)
+    heads = []
+    for group, rows in enumerate(w[f"{qkv}q"]):
+        for head, q in enumerate(np.split(narrow @ rows.T, cfg.q_per_kv, axis=-1)):
+            nope, turned = np.split(q, [latent.nope], axis=-1)
+            q = np.concatenate([nope, _rotate(turned, cfg.rope, None)], axis=-1)
+            k = np.concatenate([c @ w[f"{qkv}keys"][group, head], r], axis=-1)
+            heads.append(attention(q, k, c @ w[f"{prefix}out.values"][group, head].T, cfg))
+    out = w[f"{prefix}out.out.weight"]
+    return np.concatenate(heads, -1) @ out.reshape(len(out), -1).T
+
+
 def _attend(w: dict[str, np.ndarray], prefix: str, cfg: LayerConfig, x: np.ndarray) -> np.ndarray:
+    if cfg.latent is not None:
+        return _attend_latent(w, prefix, cfg, x)
     rows = np.einsum("td,krd->tkr", x, w[f"{prefix}qkv.weight"])
     if cfg.qkv_bias:
         rows = rows + w[f"{prefix}qkv.bias"]
@@ -80,9 +163,13 @@ def _attend(w: dict[str, np.ndarray], prefix: str, cfg: LayerConfig, x: np.ndarr
             k = _norm(k, w[f"{prefix}head_norms.k"], cfg.eps)
             qs = [_norm(q, w[f"{prefix}head_norms.q"], cfg.eps) for q in qs]
         k = _rotate(k, cfg.rope, factors)
-        heads += [attention(_rotate(q, cfg.rope, factors), k, v, cfg) for q in qs]
+        sinks = w[f"{prefix}sinks"][group] if cfg.sinks else [-np.inf] * cfg.q_per_kv
+        heads += [
+            attention(_rotate(q, cfg.rope, factors), k, v, cfg, sink)
+            for q, sink in zip(qs, sinks, strict=True)
+        ]
     out = w[f"{prefix}out.weight"]
-    return np.concatenate(heads, -1) @ out.reshape(len(out), -1).T
+    return np.concatenate(heads, -1) @ out.reshape(len(out), -1).T * cfg.out_factor
 
 
 def logits(
@@ -92,14 +179,13 @@ def logits(
     w = weights(cfg, block, seed)
     x = w["table"][np.asarray(ids)] * cfg.embed_scale
     for i, layer in enumerate(cfg.layers):
-        prefix = f"blk.{i}."
+        prefix, first = f"blk.{i}.", x
         y = _attend(w, prefix, layer, _norm(x, w[f"{prefix}attn_norm.weight"], layer.eps))
         if layer.norms.attn_post:
             y = _norm(y, w[f"{prefix}post_attn_norm.weight"], layer.eps)
         x = x + y
-        gate, up = w[f"{prefix}ffn.up"]
         y = _norm(x, w[f"{prefix}mlp_norm.weight"], layer.eps)
-        y = _act(layer.activation, y @ gate.T) * (y @ up.T) @ w[f"{prefix}ffn.down"].T
+        y = _mlp(w, prefix, layer, y, first)
         if layer.norms.mlp_post:
             y = _norm(y, w[f"{prefix}post_mlp_norm.weight"], layer.eps)
         x = x + y

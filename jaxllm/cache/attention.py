@@ -45,17 +45,23 @@ class Seen(NamedTuple):
     distance: Array
 
 
-def start_carry(q: Array, v_dim: int, slopes: Array | None = None) -> Carry:
-    """The carry of queries q [N, K, G, T, H] that have seen nothing; slopes [K, G]."""
+def start_carry(
+    q: Array, v_dim: int, slopes: Array | None = None, sinks: Array | None = None
+) -> Carry:
+    """The carry of queries q [N, K, G, T, H] that have seen nothing; slopes and sinks [K, G].
+
+    A sink is a logit without a value, learned as in gpt-oss: it adds its exponential to the sum of
+    weights and nothing to the weighted values. So a query begins as if that was all it had seen.
+    """
     shape = q.shape[:-1]
     if slopes is not None:
         slopes = jnp.broadcast_to(slopes[None, :, :, None], shape)
-    return Carry(
-        jnp.full(shape, LOWEST, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, v_dim), jnp.float32),
-        slopes,
-    )
+    if sinks is None:
+        m, l = jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)  # noqa: E741
+    else:
+        m = jnp.broadcast_to(sinks[None, :, :, None], shape)
+        l = jnp.ones(shape, jnp.float32)  # noqa: E741
+    return Carry(m, l, jnp.zeros((*shape, v_dim), jnp.float32), slopes)
 
 
 def attend_block(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, seen: Seen) -> Carry:
@@ -98,7 +104,10 @@ def finish(carry: Carry, dtype: jnp.dtype) -> Array:
 def decode_block(cfg: LayerConfig, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Stored keys and values [..., row] as q's type [..., H] and [..., Hv]."""
     types = cfg.cache
-    return types.k.decode(k, cfg.k_dim, q.dtype), types.v.decode(v, cfg.v_dim, q.dtype)
+    k = types.k.decode(k, cfg.k_dim, q.dtype)
+    if cfg.latent is not None:
+        return k, k[..., cfg.k_dim - cfg.v_dim :]
+    return k, types.v.decode(v, cfg.v_dim, q.dtype)
 
 
 def queries_first(q: Array) -> Array:
@@ -111,17 +120,22 @@ def visible_positions(
 ) -> Seen:
     """Which keys a query sees, from q_positions [N, T], k_positions [N, P], floor [N].
 
-    Causal; not before `floor` (positions that another store holds); within the layer's window.
+    Causal; not before `floor` (positions that another store holds); within the layer's window, or
+    within its chunk of positions.
     """
     q_pos, k_pos = q_positions[:, :, None], k_positions[:, None, :]
     visible = (k_pos <= q_pos) & (k_pos >= floor[:, None, None])
     if cfg.window is not None:
         visible &= q_pos - k_pos < cfg.window
+        if cfg.chunked:
+            visible &= k_pos >= q_pos // cfg.window * cfg.window
     return Seen(visible, (q_pos - k_pos).astype(jnp.float32))
 
 
 class Ring(NamedTuple):
     """Stored keys and values [B, K, C, row] on the device; position p lives at p mod C.
+
+    Where V is a part of K its rows are empty.
 
     C is a multiple of the page size and of the largest chunk, and a chunk never crosses a multiple
     of the largest chunk, so that a write is one contiguous slice. Positions past a row's end may
@@ -138,7 +152,7 @@ class Ring(NamedTuple):
 
 def empty_ring(cfg: LayerConfig, shape: tuple[int, ...], where: Any) -> Ring:
     """A zeroed ring of `shape` [..., B, K, C] with the sharding `where`."""
-    parts = (cfg.cache.k, cfg.k_dim), (cfg.cache.v, cfg.v_dim)
+    parts = (cfg.cache.k, cfg.k_dim), (cfg.cache.v, cfg.v_stored)
     return Ring(*(jnp.zeros((*shape, t.row(dim)), t.dtype, device=where) for t, dim in parts))
 
 

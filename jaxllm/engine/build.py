@@ -15,7 +15,7 @@ from jaxllm.engine.base import Engine
 from jaxllm.engine.fused import AXIS, FusedEngine
 from jaxllm.engine.staged import StagedEngine
 from jaxllm.models.block import Block
-from jaxllm.models.config import LayerConfig, ModelConfig
+from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.weights import (
     LocalModel,
     Progress,
@@ -48,7 +48,7 @@ class PlannedModel:
             self.block,
             self.whole.cfg,
             [_count(layer.groups[device]) for layer in layers],
-            [_count(layer.mlp[device]) for layer in layers],
+            [Columns(_count(p.mlp[device]), _count(p.shared_mlp[device])) for p in layers],
             stop - start,
             self.dtype,
         )
@@ -60,7 +60,10 @@ class PlannedModel:
             self.block,
             self.whole.cfg,
             [max(map(_count, layer.groups)) for layer in layers],
-            [max(map(_count, layer.mlp)) for layer in layers],
+            [
+                Columns(max(map(_count, layer.mlp)), max(map(_count, layer.shared_mlp)))
+                for layer in layers
+            ],
             max(map(_count, self.plan.vocab)),
             self.dtype,
         )
@@ -72,6 +75,8 @@ def _count(part: tuple[int, int]) -> int:
 
 def _cache_format(options: PlanOptions, layer: LayerConfig) -> CacheFormat:
     k, v = options.cache_type_k, options.cache_type_v
+    if layer.latent is not None:
+        return CacheFormat(k=CACHE_TYPES[k], v=CACHE_TYPES[k])
     return CacheFormat(
         k=CACHE_TYPES[k],
         v=CACHE_TYPES[v],

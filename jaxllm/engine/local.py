@@ -75,7 +75,8 @@ def begin_attention(
         ring = write_ring(cfg, ring, k, v, step.row, step.starts)
     q = queries_first(q)
     slopes = None if block.slopes is None else block.slopes[...] / cfg.scale
-    return q, start_carry(q, cfg.v_dim, slopes), ring
+    sinks = None if block.sinks is None else block.sinks[...]
+    return q, start_carry(q, cfg.v_dim, slopes, sinks), ring
 
 
 def end_attention(block: Block, cfg: LayerConfig, carry: Carry, x: Array) -> Array:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.config import LayerConfig, ModelConfig
+from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.inputs import LayerInputs
 from jaxllm.models.layers import Array, Heads, Norm, linear, param
 
@@ -34,6 +34,7 @@ class Block(nnx.Module):
     """One decoder layer over a device's own slice; see the module's docstring for the order."""
 
     slopes: nnx.Param | None = None  # of linear biases [K, G], where the layer has them
+    sinks: nnx.Param | None = None  # logits [K, G] that take weight and give no value
 
     def project(self, x: Array) -> Heads:
         """x [B, T, D] -> q [B, T, K, G, H], k [B, T, K, H] and v [B, T, K, Hv] of own heads; k and
@@ -144,7 +145,7 @@ def _define(make: Any) -> BlockDef:
 
 @cache
 def block_def(
-    block: type[Block], cfg: LayerConfig, kv_heads: int, columns: int, embed: int, dtype: str
+    block: type[Block], cfg: LayerConfig, kv_heads: int, columns: Columns, embed: int, dtype: str
 ) -> BlockDef:
     """The definition of a layer's slice of `kv_heads` KV groups and `columns` MLP columns."""
     make: Any = block

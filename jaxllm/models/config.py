@@ -8,7 +8,7 @@ V vocabulary rows, P positions of a page, R devices.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxllm.cache.types import CacheFormat
 from jaxllm.errors import ModelError
@@ -16,7 +16,7 @@ from sharding import LayerShape, ModelShape
 
 NormKind = Literal["rms", "layer"]
 Pairs = Literal["neighbours", "halves"]
-Activation = Literal["silu", "gelu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Rope:
     yarn: Yarn | None = None
     magnitude: float = 1.0  # of what is rotated
     factors: str | None = None  # a tensor that frequencies are divided by
+    factor_rows: int = 0  # of that tensor, where more than there are pairs to turn
     longer: tuple[int, str] | None = None  # contexts above this have factors of their own
 
     def in_context(self, ctx: int) -> Rope:
@@ -90,11 +91,71 @@ SANDWICH = Norms(attn_post="post_attention_norm.weight", mlp_post="post_ffw_norm
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of a layer's MLP: how it routes, and what it is made of.
+
+    A router gives every expert a score: `scores` says how they come from its logits ("chosen": the
+    softmax is over the chosen experts alone). Each token goes through the `used` experts with the
+    largest scores, `choice_bias` added for that choice only; of experts in several groups only the
+    `groups_used` groups count whose two largest scores have the largest sums. The outputs are
+    summed with the scores as weights, `normalised` to sum to one, times `scale`; or where
+    `weigh_input` is set the expert's input is multiplied by its weight, not the output.
+    """
+
+    count: int
+    used: int
+    scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    weigh_input: bool = False
+    groups: int = 1
+    groups_used: int = 1
+    choice_bias: str | None = None  # the tensor's name after that of its layer
+    router_bias: bool = False
+    biases: bool = False  # of gate, up and down
+    down_scale: bool = False  # one factor an expert on its output
+    joined: bool = False  # gate and up are one tensor in the file
+    shared: int = 0  # columns of an MLP beside the mixture that every token goes through
+    shared_suffix: str = "_shexp"  # of the names of its tensors
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of one more logit
+    shared_limit: float = 0.0  # as `LayerConfig.mlp_limit`
+    blend: float = 1.0  # of the sum of both
+    reads: Literal["mlp", "norm", "route"] = "mlp"  # see `jaxllm.models.early`
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Latent attention, absorbed (see `jaxllm.models.latent`): the layer has one KV head, of
+    which the last `v_dim` values (of the layer) are the value."""
+
+    q_rank: int  # width between the two query projections; 0 for a single one
+    nope: int  # values of a head's query and key without position
+    v_dim: int  # values of a head's output
+
+
+class Temperature(NamedTuple):
+    """Queries at position p times 1 + scale * log(1 + floor((p + offset) / every)), so that long
+    contexts do not blur attention (as in Llama 4)."""
+
+    every: int
+    scale: float
+    offset: int = 0
+
+
+class Columns(NamedTuple):
+    """MLP columns of one layer, or of a device's slice of it."""
+
+    mlp: int
+    shared: int = 0  # of the MLP beside a mixture of experts
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """Sizes and switches of one decoder layer, before any split.
 
     `norm_heads` says over what a norm of queries and keys goes: over each head with one weight for
-    all, over each head with a weight for each, or over the whole projection.
+    all, over each head with a weight for each, over the whole projection, or over each head
+    without a weight.
     """
 
     kv_heads: int
@@ -106,7 +167,10 @@ class LayerConfig:
     scale: float  # of the attention scores
     eps: float
     window: int | None = None  # position p sees keys k with p - k < window
+    chunked: bool = False  # and none before the last multiple of it
+    temperature: Temperature | None = None
     softcap: float | None = None  # of the attention scores
+    sinks: bool = False  # one more logit a query head, which takes weight and gives no value
     alibi: float = 0.0  # largest exponent of the slopes of linear biases (Press et al. 2022)
     norm: NormStyle = RMS
     norms: Norms = Norms()
@@ -119,9 +183,11 @@ class LayerConfig:
     qkv_bias: bool = False
     qkv_clamp: float | None = None
     out_bias: bool = False
-    out_gate: bool = False  # attention's output is multiplied by a sigmoid of what it read
+    out_factor: float = 1.0  # of attention's part of the residual, before its bias
+    out_gate: int = 0  # of a gate a query head on its output: one, or one a value; 0 for none
+    out_gate_kind: Literal["sigmoid", "softplus"] = "sigmoid"
     qk_norm: bool = False
-    norm_heads: Literal["one", "each", "all"] = "one"
+    norm_heads: Literal["one", "each", "all", "bare"] = "one"
     rope_first: bool = False  # before the norm of queries and keys
     sub_norms: bool = False  # on what the output and down projections read, over its whole width
     inputs: int = 0  # channels that go beside the residual to this layer
@@ -129,11 +195,12 @@ class LayerConfig:
     activation: Activation = "silu"
     xielu: tuple[float, ...] = ()  # alpha_n, alpha_p, beta and eps of that activation
     mlp_gated: bool = True
+    mlp_limit: float = 0.0  # of both halves of a gated MLP, the gate's activation from above
     mlp_joined: bool = False  # gate and up are one tensor ffn_up
     mlp_bias: bool = False
     mlp_scales: bool = False  # activations are divided by the tensor ffn.act.scales
-    experts: int = 0  # MLPs that a router picks from; 0 for a dense layer
-    experts_used: int = 0  # picked for each token
+    experts: Experts | None = None  # None for a dense layer
+    latent: Latent | None = None  # keys and values are one latent vector
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
     owns_cache: bool = True  # False: queries only, over the cache of the last owner of its kind
     cache: CacheFormat = CacheFormat()  # how a plan stores K and V
@@ -146,6 +213,16 @@ class LayerConfig:
     def with_rope(self, **changes: Any) -> LayerConfig:
         """This layer with fields of its rope changed, where it has one."""
         return self if self.rope is None else replace(self, rope=replace(self.rope, **changes))
+
+    @property
+    def columns(self) -> Columns:
+        """The whole layer's MLP columns."""
+        return Columns(self.mlp, 0 if self.experts is None else self.experts.shared)
+
+    @property
+    def v_stored(self) -> int:
+        """Values of a head's V that the cache stores beside K."""
+        return self.v_dim if self.latent is None else 0
 
     def replicated(self, times: int) -> LayerConfig:
         """This layer with every KV head stored `times` times, its query heads dealt out."""
@@ -180,6 +257,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     unused: tuple[str, ...] = ()  # ends of names of tensors that a file may have for nothing
+    drafts: int = 0  # further layers of a file, that only predict tokens ahead
     name: str = ""
 
     @property
@@ -223,8 +301,10 @@ class ModelConfig:
                     mlp_block=mlp_block,
                     window=layer.window,
                     owns_cache=layer.owns_cache,
-                    experts=layer.experts,
-                    experts_used=layer.experts_used,
+                    experts=0 if layer.experts is None else layer.experts.count,
+                    experts_used=0 if layer.experts is None else layer.experts.used,
+                    shared_mlp=layer.columns.shared,
+                    k_only=layer.latent is not None,
                 )
                 for layer in self.layers
             ),

@@ -6,15 +6,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.block import Block
-from jaxllm.models.config import LayerConfig
-from jaxllm.models.experts import RoutedMLP
-from jaxllm.models.heads import HeadNorms
+from jaxllm.models.config import Columns, LayerConfig
+from jaxllm.models.experts import feed_forward
+from jaxllm.models.heads import HeadNorms, HeadsGate
+from jaxllm.models.latent import LatentOut, LatentQKV
 from jaxllm.models.layers import (
     QKV,
     Array,
     DenseMLP,
     Heads,
-    HeadsGate,
     HeadsOut,
     Norm,
     SubNorm,
@@ -28,7 +28,9 @@ class DecoderBlock(Block):
     """x + attn(norm(x)), then x + mlp(norm(x)), or both from one x; each norm may be absent or
     stand on what is added instead."""
 
-    def __init__(self, cfg: LayerConfig, kv_heads: int, columns: int, embed: int, dtype: jnp.dtype):
+    def __init__(
+        self, cfg: LayerConfig, kv_heads: int, columns: Columns, embed: int, dtype: jnp.dtype
+    ):
         self.cfg = cfg
         names = cfg.norms
 
@@ -43,7 +45,7 @@ class DecoderBlock(Block):
         shared = cfg.parallel and names.mlp == names.attn
         self.mlp_norm = None if shared else norm(names.mlp)
         self.post_mlp_norm = norm(names.mlp_post, post_eps)
-        self.qkv = QKV(cfg, kv_heads, embed, dtype)
+        self.qkv = (LatentQKV if cfg.latent else QKV)(cfg, kv_heads, embed, dtype)
         self.head_norms = HeadNorms(cfg, kv_heads) if cfg.qk_norm else None
         self.rope = RopeTable(cfg.rope)
         self.slopes = (
@@ -57,10 +59,13 @@ class DecoderBlock(Block):
             if cfg.alibi
             else None
         )
+        shape, axes = (kv_heads, cfg.q_per_kv), ("kv_group", "head_rows")
+        source, f32 = ("attn_sinks.weight",), jnp.dtype(jnp.float32)
         self.gate = HeadsGate(cfg, kv_heads, embed, dtype) if cfg.out_gate else None
-        self.out = HeadsOut(cfg, kv_heads, embed, dtype)
+        self.sinks = param(shape, axes, source, f32, form="q_heads") if cfg.sinks else None
+        self.out = (LatentOut if cfg.latent else HeadsOut)(cfg, kv_heads, embed, dtype)
         self.out_bias = bias("attn_output.bias") if cfg.out_bias else None
-        self.ffn = (RoutedMLP if cfg.experts else DenseMLP)(cfg, columns, embed, dtype)
+        self.ffn = feed_forward(cfg, columns, embed, dtype)
         self.down_bias = bias("ffn_down.bias") if cfg.mlp_bias else None
 
     def project(self, x: Array) -> Heads:
@@ -86,6 +91,11 @@ class DecoderBlock(Block):
             q, k = self._turn(q, k, positions)
         if v is not None and self.cfg.v_norm:
             v = normalise(v.astype(jnp.float32), "rms", self.cfg.eps).astype(v.dtype)
+        if self.cfg.temperature is not None:
+            every, scale, offset = self.cfg.temperature
+            steps = ((positions + offset) // every).astype(jnp.float32)
+            factor = 1.0 + scale * jnp.log1p(steps)
+            q = (q * factor[..., None, None, None]).astype(q.dtype)
         return q, k, v
 
     def _turn(self, q: Array, k: Array | None, positions: Array) -> tuple[Array, Array | None]:
@@ -93,7 +103,9 @@ class DecoderBlock(Block):
         return q, ks[0] if ks else None
 
     def after_attention(self, o: Array, x: Array) -> Array:
-        return self.out(o if self.gate is None else self.gate(o, self._read(x)))
+        y = self.out(o if self.gate is None else self.gate(o, self._read(x)))
+        factor = self.cfg.out_factor
+        return y if factor == 1.0 else y * jnp.asarray(factor, y.dtype)
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
         joined = self._add(x, total, self.out.sub_norm, self.out_bias, self.post_attn_norm)

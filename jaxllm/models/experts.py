@@ -6,86 +6,188 @@ partial like that of a dense MLP.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxllm.models.config import LayerConfig
-from jaxllm.models.layers import ACTIVATIONS, Array, linear, param
+from jaxllm.models.config import Columns, Experts, LayerConfig
+from jaxllm.models.layers import Array, DenseMLP, gated, linear, param
 
 BLOCK_ROWS = 32  # tokens of one expert that are multiplied at a time in a prefill chunk
+LEAST_SUM = 2.0**-14  # of the chosen scores: what they are divided by, at least
+FLOAT = jnp.dtype(jnp.float32)
+
+
+def _each(experts: int, source: str | None) -> nnx.Param | None:
+    """One number an expert, if there is such a tensor."""
+    return None if source is None else param((experts,), ("expert",), (source,), FLOAT)
+
+
+class Router(nnx.Module):
+    """Which experts a token goes through, and with what weights; see `Experts`."""
+
+    def __init__(self, experts: Experts, embed: int):
+        self.experts = experts
+        n = experts.count
+        source = ("ffn_gate_inp.weight",)
+        self.weight = param((n, embed), ("expert", "embed"), source, FLOAT)
+        self.bias = _each(n, "ffn_gate_inp.bias" if experts.router_bias else None)
+        self.choice_bias = _each(n, experts.choice_bias)
+
+    def __call__(self, rows: Array) -> tuple[Array, Array]:
+        """rows [M, D] -> float32 weights and ids [M, used] of each row's experts."""
+        experts = self.experts
+        logits = linear(rows.astype(jnp.float32), self.weight[...])
+        if self.bias is not None:
+            logits = logits + self.bias[...]
+        if experts.scores == "softmax":
+            scores = jax.nn.softmax(logits, axis=-1)
+        else:
+            scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else logits
+        chosen = self.choose(logits, scores)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if experts.scores == "chosen":
+            weights = jax.nn.softmax(weights, axis=-1)
+        if experts.normalised:
+            weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), LEAST_SUM)
+        return weights * experts.scale, chosen
+
+    def choose(self, logits: Array, scores: Array) -> Array:
+        """Ids [M, used] of the best experts of each row of logits and scores [M, E]."""
+        experts = self.experts
+        if self.choice_bias is not None:
+            scores = scores + self.choice_bias[...]
+        elif experts.groups == 1:
+            scores = logits  # in the same order, and distinct where scores are rounded to 1
+        if experts.groups > 1:
+            grouped = scores.reshape(len(scores), experts.groups, -1)
+            best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
+            _, kept = lax.top_k(best, experts.groups_used)
+            inside = (kept[..., None] == jnp.arange(experts.groups)).any(axis=1)
+            scores = jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)
+        return lax.top_k(scores, experts.used)[1]
+
+
+class SharedMLP(nnx.Module):
+    """The gated MLP beside a mixture that every token goes through: a partial."""
+
+    def __init__(self, cfg: LayerConfig, columns: int, embed: int, dtype: jnp.dtype):
+        assert cfg.experts is not None
+        gate = cfg.experts.shared_gate
+        suffix, cfg = cfg.experts.shared_suffix, replace(cfg, mlp_limit=cfg.experts.shared_limit)
+        self.dense = DenseMLP(cfg, columns, embed, dtype, suffix, axis="shared_mlp")
+        source = ("ffn_gate_inp_shexp.weight",)
+        self.gate = param((embed,), ("embed",), source, FLOAT) if gate else None
+
+    def __call__(self, x: Array) -> Array:
+        """x [B, T, D] -> [B, T, D], to be summed over devices."""
+        y = self.dense(x)
+        if self.gate is None:
+            return y
+        logit = linear(x.astype(jnp.float32), self.gate[...][None])
+        return (y * jax.nn.sigmoid(logit)).astype(x.dtype)
 
 
 class RoutedMLP(nnx.Module):
-    """sum over the chosen experts of weight * down(act(gate(x)) * up(x)): a partial.
+    """sum over the chosen experts of weight * down(act(gate(x)) * up(x)): a partial
+    (Shazeer et al. 2017, with gated experts as in Jiang et al. 2024)."""
 
-    The router's softmax is over all experts; the weights of the chosen are scaled to sum to one
-    (Jiang et al. 2024, Mixtral).
-    """
-
-    def __init__(self, cfg: LayerConfig, columns: int, embed: int, dtype: jnp.dtype):
-        self.activation, self.used = cfg.activation, cfg.experts_used
-        n = cfg.experts
-        router = ("ffn_gate_inp.weight",)
-        self.router = param((n, embed), ("expert", "embed"), router, jnp.dtype(jnp.float32))
+    def __init__(self, cfg: LayerConfig, columns: Columns, embed: int, dtype: jnp.dtype):
+        assert cfg.experts is not None
+        self.cfg, self.experts = cfg, cfg.experts
+        n = cfg.experts.count
+        self.router = Router(cfg.experts, embed)
+        joined = ("ffn_gate_up_exps",)
+        gate_up = joined if cfg.experts.joined else ("ffn_gate_exps", "ffn_up_exps")
         self.gate_up = param(
-            (n, 2, columns, embed),
+            (n, 2, columns.mlp, embed),
             ("expert", "pair", "mlp", "embed"),
-            ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+            tuple(f"{name}.weight" for name in gate_up),
             dtype,
             form="experts_stack",
         )
         self.down = param(
-            (n, embed, columns),
+            (n, embed, columns.mlp),
             ("expert", "embed", "mlp"),
             ("ffn_down_exps.weight",),
             dtype,
             form="experts_columns",
         )
+        biases = tuple(f"{name}.bias" for name in gate_up)
+        shape, axes = (n, 2, columns.mlp), ("expert", "pair", "mlp")
+        wanted = cfg.experts.biases
+        self.gate_up_bias = param(shape, axes, biases, FLOAT, "experts_stack") if wanted else None
+        axes, biases = ("expert", "embed"), ("ffn_down_exps.bias",)
+        self.down_bias = param((n, embed), axes, biases, FLOAT, "once") if wanted else None
+        self.down_scale = _each(n, "ffn_down_exps.scale" if cfg.experts.down_scale else None)
+        shared = cfg.experts.shared
+        self.shared = SharedMLP(cfg, columns.shared, embed, dtype) if shared else None
 
     def __call__(self, x: Array) -> Array:
         """x [B, T, D] -> [B, T, D], to be summed over devices."""
+        y = self.routed(x, x)
+        y = y if self.shared is None else y + self.shared(x)
+        return y if self.experts.blend == 1.0 else y * jnp.asarray(self.experts.blend, y.dtype)
+
+    def routed(self, x: Array, route: Array) -> Array:
+        """The mixture alone, of x [B, T, D]; the router reads `route` [B, T, D]."""
         rows = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.route(rows)
+        weights, chosen = self.router(route.reshape(rows.shape))
         # A step of one token a row multiplies each alone: its bits depend on no other row.
         block = 1 if x.shape[1] == 1 else min(BLOCK_ROWS, len(rows))
-        y = self.run(rows, chosen, block).astype(jnp.float32)
-        return (y * weights[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
+        y = self.run(rows, weights, chosen, block)
+        return y.sum(axis=1).astype(x.dtype).reshape(x.shape)
 
-    def route(self, rows: Array) -> tuple[Array, Array]:
-        """rows [M, D] -> float32 weights and ids [M, used] of each row's experts."""
-        logits = linear(rows.astype(jnp.float32), self.router[...])
-        weights, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), self.used)
-        return weights / weights.sum(axis=-1, keepdims=True), chosen
-
-    def run(self, rows: Array, chosen: Array, block: int) -> Array:
-        """rows [M, D] through experts `chosen` [M, used]: [M, used, D].
+    def run(self, rows: Array, weights: Array, chosen: Array, block: int) -> Array:
+        """rows [M, D] through experts `chosen` [M, used], weighted: float32 [M, used, D].
 
         Pairs of row and expert are sorted by expert and multiplied in blocks of one expert each.
         A block may reach into the next expert's rows; that expert, coming later, writes them again.
         """
-        experts = len(self.router[...])
+        used, weigh_input = self.experts.used, self.experts.weigh_input
         order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs
-        counts = jnp.bincount(chosen.reshape(-1), length=experts)
+        counts = jnp.bincount(chosen.reshape(-1), length=self.experts.count)
         ends = jnp.cumsum(counts)
         blocks_end = jnp.cumsum(-(-counts // block))  # blocks up to and with each expert
-        padded = jnp.pad(rows[order // self.used], ((0, block), (0, 0)))
+        given = rows[order // used]
+        if weigh_input:
+            given = (given * weights.reshape(-1)[order][:, None]).astype(rows.dtype)
+        padded = jnp.pad(given, ((0, block), (0, 0)))
 
         def one(i: Array, out: Array) -> Array:
             expert = jnp.searchsorted(blocks_end, i, side="right")
             left = blocks_end[expert] - i  # blocks of this expert, this one included
             first = ends[expert] - counts[expert]
             first += (-(-counts[expert] // block) - left) * block
-            part = lax.dynamic_slice_in_dim(padded, first, block)
-            y = self.expert(part, self.gate_up[...][expert], self.down[...][expert])
+            y = self.expert(lax.dynamic_slice_in_dim(padded, first, block), expert)
             return lax.dynamic_update_slice_in_dim(out, y, first, axis=0)
 
         out = lax.fori_loop(0, blocks_end[-1], one, jnp.zeros_like(padded))
         back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
-        return out[back].reshape(*chosen.shape, -1)
+        y = out[back].reshape(*chosen.shape, -1).astype(jnp.float32)
+        if self.down_scale is not None:
+            y = y * self.down_scale[...][chosen][..., None]
+        if self.down_bias is not None:
+            y = y + self.down_bias[...][chosen]
+        return y if weigh_input else y * weights[..., None]
 
-    def expert(self, rows: Array, gate_up: Array, down: Array) -> Array:
-        """rows [M, D] through one expert: gate_up [2, F, D], down [D, F]."""
-        gate, up = jnp.split(linear(rows, gate_up.reshape(-1, gate_up.shape[-1])), 2, axis=-1)
-        return linear(ACTIVATIONS[self.activation](gate) * up, down)
+    def expert(self, rows: Array, expert: Array) -> Array:
+        """rows [M, D] through the expert of that index: [M, D] without scale and bias."""
+        gate_up = self.gate_up[...][expert]
+        y = linear(rows, gate_up.reshape(-1, gate_up.shape[-1]))
+        if self.gate_up_bias is not None:
+            y = (y + self.gate_up_bias[...][expert].reshape(-1)).astype(rows.dtype)
+        gate, up = jnp.split(y, 2, axis=-1)
+        return linear(gated(self.cfg, gate, up), self.down[...][expert])
+
+
+def feed_forward(
+    cfg: LayerConfig, columns: Columns, embed: int, dtype: jnp.dtype
+) -> DenseMLP | RoutedMLP:
+    """The MLP of a layer's slice: a mixture of experts or a single one."""
+    if cfg.experts is None:
+        return DenseMLP(cfg, columns.mlp, embed, dtype)
+    return RoutedMLP(cfg, columns, embed, dtype)

@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.gguf.reader import TensorInfo
 from jaxllm.models.block import Block
 from jaxllm.models.config import (
     LayerConfig,
@@ -22,8 +21,9 @@ from jaxllm.models.config import (
     Yarn,
     bias_of,
 )
+from jaxllm.models.routing import Routing, Tensors, read_experts
 
-Tensors = Mapping[str, TensorInfo]
+DRAFTS = "nextn_predict_layers"
 
 
 @dataclass(frozen=True)
@@ -125,21 +125,6 @@ def yarn_magnitude(scale: float, log_multiplier: float) -> float:
     return grown(1.0) / (grown(log_multiplier) if log_multiplier else 1.0)
 
 
-def read_experts(meta: Metadata, known: bool) -> dict[str, int]:
-    """The fields of a layer whose MLP is a mixture of experts; none of a dense one."""
-    count, used = int(meta.get("expert_count", 0)), int(meta.get("expert_used_count", 0))
-    if not count:
-        return {}
-    if not known:
-        raise ModelError(
-            f"{meta.architecture} with {count} experts is not supported; "
-            "use a dense model of this architecture"
-        )
-    if not 0 < used <= count:
-        raise ModelError(f"expert_used_count is {used}; it must be between 1 and {count} experts")
-    return {"experts": count, "experts_used": used}
-
-
 def read_eps(meta: Metadata, kind: NormKind, needed: bool) -> float:
     """The epsilon of the kind of norm that an architecture has; zero where it may be missing."""
     key = f"attention.layer_norm_{'rms_' if kind == 'rms' else ''}epsilon"
@@ -153,28 +138,27 @@ def read_layer(
     tensors: Tensors,
     pairs: Pairs | None,
     norm: NormKind = "rms",
-    experts: bool = False,
     window: bool = False,
     weights: bool = True,
     needs_eps: bool = True,
+    routing: Routing | None = None,
     **changes: Any,
 ) -> list[LayerConfig]:
     """The layers as plain decoders have them; `changes` sets a field of every layer.
 
     Head counts and MLP columns may differ by layer (arrays in the metadata). Experts, biases,
     joined projections and norms of queries and keys are those that the file has. `pairs` is None
-    for an architecture without rope. `experts` says that the family has a form with a mixture,
-    `window` that it reads a sliding window, `weights` that its norms have weights, `needs_eps` that
-    its files say an epsilon.
+    for an architecture without rope. `window` says that the family reads a sliding window,
+    `weights` that its norms have weights, `needs_eps` that its files say an epsilon; `routing` is
+    that of a family whose layers may be mixtures of experts.
     """
     refuse_unread(meta, window)
-    if any(name.endswith(".ffn_gate_inp.weight") for name in tensors):
-        changes = read_experts(meta, experts) | changes
     embed = meta.require("embedding_length", int)
-    count = meta.require("block_count", int)
-    heads = meta.per_layer("attention.head_count", count)
-    kv_heads = meta.per_layer("attention.head_count_kv", count, heads)
-    columns = meta.per_layer("feed_forward_length", count)
+    stored = meta.require("block_count", int)
+    count = stored - int(meta.get(DRAFTS, 0))
+    heads = meta.per_layer("attention.head_count", stored)[:count]
+    kv_heads = meta.per_layer("attention.head_count_kv", stored, heads)[:count]
+    columns = meta.per_layer("feed_forward_length", stored)[:count]
     if count < 1:
         raise ModelError(f"{meta.architecture}.block_count is {count}; it must be at least 1")
     layers = []
@@ -207,6 +191,7 @@ def read_layer(
         fields |= changes
         fields["norm"] = NormStyle(norm, weights)
         stored = _stored(tensors, f"blk.{i}.", fields)
+        stored |= read_experts(meta, tensors, i, routing)
         layers.append(LayerConfig(**(fields | stored | changes)))
     return layers
 
@@ -232,6 +217,8 @@ def _stored(tensors: Tensors, prefix: str, fields: Mapping[str, Any]) -> dict[st
         qkv_bias=bool(shape("attn_q.bias") or shape("attn_qkv.bias")),
         out_bias=bool(shape("attn_output.bias")),
         mlp_bias=bool(shape("ffn_up.bias")),
+        sinks=bool(shape("attn_sinks.weight")),
+        out_gate=(shape("attn_gate.weight") or (0,))[0] // heads,
     )
     if shape("attn_qkv.weight"):
         sections = heads * k_dim, fields["kv_heads"] * k_dim, fields["kv_heads"] * fields["v_dim"]
@@ -273,6 +260,7 @@ def read_model(
         embed_norm=NormStyle(layers[0].norm.kind, biases=biases)
         if "token_embd_norm.weight" in tensors
         else None,
+        drafts=int(meta.get(DRAFTS, 0)),
         ctx_train=int(meta.get("context_length", 0)),
         unused=(*unused, *changes.pop("unused", ())),
         name=str(meta.values.get("general.name", "")),

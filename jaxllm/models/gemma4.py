@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig
+from jaxllm.models.config import SANDWICH, Columns, LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
 from jaxllm.models.layers import ACTIVATIONS, Array, Heads, Norm, linear, param
@@ -35,7 +35,9 @@ class Gemma4Block(DecoderBlock):
     """A DecoderBlock over the first D channels of the residual. The inputs of all layers follow: a
     layer reads the first of them and moves them to the end, so that all layers are alike."""
 
-    def __init__(self, cfg: LayerConfig, kv_heads: int, columns: int, embed: int, dtype: jnp.dtype):
+    def __init__(
+        self, cfg: LayerConfig, kv_heads: int, columns: Columns, embed: int, dtype: jnp.dtype
+    ):
         super().__init__(cfg, kv_heads, columns, embed, dtype)
         self.embed, inputs = embed, cfg.inputs
         self.inputs = LayerGate(cfg, inputs, embed, dtype) if inputs else None

@@ -1,14 +1,16 @@
-"""What a layer does to its queries, keys and attention output head by head: norms and slopes."""
+"""What a layer does to its queries, keys and attention output head by head: norms, gates and
+slopes."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
 
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.layers import Array, normalise, param
+from jaxllm.models.layers import Array, linear, normalise, param
 
 
 class HeadNorms(nnx.Module):
@@ -19,7 +21,9 @@ class HeadNorms(nnx.Module):
         self.cfg, self.eps = cfg, cfg.eps
         axes = ("kv_group", "head_rows", "head_dim")
 
-        def weight(side: str, heads: int) -> nnx.Param:
+        def weight(side: str, heads: int) -> nnx.Param | None:
+            if cfg.norm_heads == "bare":
+                return None
             source, f32 = (f"attn_{side}_norm.weight",), jnp.dtype(jnp.float32)
             if cfg.norm_heads == "one":
                 return param((cfg.k_dim,), axes[2:], source, f32)
@@ -51,14 +55,32 @@ class HeadNorms(nnx.Module):
         scales = lax.rsqrt(squares / counts + self.eps)
         return self._weigh(q, self.q, scales[..., 0]), self._weigh(k, self.k, scales[..., 1])
 
-    def _weigh(self, x: Array, weight: nnx.Param, scale: Array | None) -> Array:
+    def _weigh(self, x: Array, weight: nnx.Param | None, scale: Array | None) -> Array:
         y = x.astype(jnp.float32)
         if scale is None:
             y = normalise(y, self.cfg.norm.kind, self.eps)
         else:
             y = y * scale.reshape(*scale.shape, *(1,) * (x.ndim - 2))
+        if weight is None:
+            return y.astype(x.dtype)
         w = weight[...]
         return (y * (w if w.ndim == 1 else w.reshape(x.shape[2:]))).astype(x.dtype)
+
+
+class HeadsGate(nnx.Module):
+    """A gate on the attention output of a device's own heads, made of what attention reads."""
+
+    def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
+        self.kind, rows = cfg.out_gate_kind, cfg.q_per_kv * cfg.out_gate
+        axes, source = ("kv_group", "head_rows", "embed"), ("attn_gate.weight",)
+        self.weight = param((kv_heads, rows, embed), axes, source, dtype, form="q_heads")
+
+    def __call__(self, o: Array, x: Array) -> Array:
+        """o [B, T, K, G, Hv] times the gate of x [B, T, D]."""
+        w = self.weight[...]
+        y = linear(x, w.reshape(-1, w.shape[-1])).reshape(*o.shape[:4], -1).astype(jnp.float32)
+        gate = jax.nn.sigmoid(y) if self.kind == "sigmoid" else jax.nn.softplus(y)
+        return (o * gate).astype(o.dtype)
 
 
 def alibi_slopes(heads: int, largest: float) -> np.ndarray:

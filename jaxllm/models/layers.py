@@ -208,43 +208,31 @@ class HeadsOut(nnx.Module):
         return linear(o, w) if self.sub_norm is None else self.sub_norm.project(o, w)
 
 
-class HeadsGate(nnx.Module):
-    """What attention put out, times a sigmoid of what it read, channel by channel."""
-
-    def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
-        self.weight = param(
-            (kv_heads, cfg.q_per_kv * cfg.v_dim, embed),
-            ("kv_group", "head_rows", "embed"),
-            ("attn_gate.weight",),
-            dtype,
-            form="q_heads",
-        )
-
-    def __call__(self, o: Array, read: Array) -> Array:
-        """o [B, T, K, G, Hv] and read [B, T, D] -> gated o."""
-        w = self.weight[...]
-        gate = linear(read, w.reshape(-1, w.shape[-1])).reshape(o.shape)
-        return o * jax.nn.sigmoid(gate)
-
-
 class DenseMLP(nnx.Module):
     """down(act(gate(x)) * up(x)) over this device's own columns, or down(act(up(x))): a partial
-    (Shazeer 2020)."""
+    (Shazeer 2020). `suffix` ends the names of its tensors; columns are cut along `axis`."""
 
-    def __init__(self, cfg: LayerConfig, columns: int, embed: int, dtype: jnp.dtype):
+    def __init__(
+        self,
+        cfg: LayerConfig,
+        columns: int,
+        embed: int,
+        dtype: jnp.dtype,
+        suffix: str = "",
+        axis: str = "mlp",
+    ):
         self.cfg = cfg
         names = ("ffn_gate", "ffn_up") if cfg.mlp_gated and not cfg.mlp_joined else ("ffn_up",)
-        weights, biases = ([f"{n}.{kind}" for n in names] for kind in ("weight", "bias"))
+        weights, biases = ([f"{n}{suffix}.{kind}" for n in names] for kind in ("weight", "bias"))
         lead, axes, form = ((2,), ("pair",), "stack") if cfg.mlp_gated else ((), (), "plain")
-        shape, axes = (*lead, columns), (*axes, "mlp")
+        shape, axes = (*lead, columns), (*axes, axis)
         self.up = param((*shape, embed), (*axes, "embed"), tuple(weights), dtype, form=form)
         self.bias = param(shape, axes, tuple(biases), dtype, form=form) if cfg.mlp_bias else None
         self.scales = (
-            param((columns,), ("mlp",), ("ffn.act.scales",), dtype) if cfg.mlp_scales else None
+            param((columns,), (axis,), ("ffn.act.scales",), dtype) if cfg.mlp_scales else None
         )
-        self.down = param(
-            (embed, columns), ("embed", "mlp"), ("ffn_down.weight",), dtype, form="columns"
-        )
+        source = (f"ffn_down{suffix}.weight",)
+        self.down = param((embed, columns), ("embed", axis), source, dtype, form="columns")
         norm, f32 = ("ffn_sub_norm.weight",), jnp.dtype(jnp.float32)
         self.sub_norm = (
             SubNorm(param((columns,), ("mlp",), norm, f32), cfg.mlp, cfg.eps)
@@ -259,15 +247,14 @@ class DenseMLP(nnx.Module):
 
     def hidden(self, x: Array) -> Array:
         """x [B, T, D] -> [B, T, own columns]."""
-        w, act = self.up[...], activation(self.cfg)
+        w = self.up[...]
         y = linear(x, w.reshape(-1, w.shape[-1]))
         if self.bias is not None:
             y = y + self.bias[...].reshape(-1)
         if self.cfg.mlp_gated:
-            gate, up = jnp.split(y, 2, axis=-1)
-            y = act(gate) * up
+            y = gated(self.cfg, *jnp.split(y, 2, axis=-1))
         else:
-            y = act(y)
+            y = activation(self.cfg)(y)
         if self.scales is not None:
             scales = self.scales[...]
             y = y / jnp.where(scales == 0.0, 1.0, scales)  # zero where a slice is padded
@@ -292,6 +279,7 @@ def _xielu(x: Array, alpha_n: float, alpha_p: float, beta: float, eps: float) ->
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": _gelu_tanh,
+    "relu": jax.nn.relu,
     "relu2": _relu_squared,
 }
 
@@ -301,3 +289,15 @@ def activation(cfg: LayerConfig) -> Callable[[Array], Array]:
     if cfg.activation == "xielu":
         return lambda x: _xielu(x, *cfg.xielu)
     return ACTIVATIONS[cfg.activation]
+
+
+def gated(cfg: LayerConfig, gate: Array, up: Array) -> Array:
+    """The hidden values of a layer's gated MLP from its two halves."""
+    if cfg.activation != "clamped_swiglu":
+        gate, limit = activation(cfg)(gate), cfg.mlp_limit
+        if limit:
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * up
+    # gpt-oss: both halves bounded, a steeper sigmoid, and one added to the linear half.
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)

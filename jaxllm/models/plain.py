@@ -48,7 +48,6 @@ FAMILIES: Mapping[str, Family] = {
     "internlm2": plain("neighbours"),
     "jais2": plain("halves", "layer", **PLAIN_MLP, activation="relu2"),
     "maincoder": plain("neighbours", rope_first=True),
-    "mistral3": plain("neighbours", only={"attention.temperature_scale": 0}),
     "nanbeige": plain("neighbours", only={"num_loops": 1}),
     "nemotron": plain("halves", "layer", **PLAIN_MLP, activation="relu2"),
     "openelm": plain("halves"),

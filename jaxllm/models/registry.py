@@ -7,10 +7,14 @@ from difflib import get_close_matches
 
 from jaxllm.errors import ModelError
 from jaxllm.models import (
+    deepseek2,
+    early,
     gemma2,
     gemma3,
     gemma4,
     llama,
+    mixtures,
+    mixtures_windowed,
     plain,
     positions,
     scaled,
@@ -21,11 +25,16 @@ from jaxllm.models import (
 from jaxllm.models.family import Family
 
 FAMILIES: Mapping[str, Family] = {
+    "deepseek2": deepseek2.FAMILY,
+    "mistral4": deepseek2.FAMILY,
     "llama": llama.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,
     "gemma4": gemma4.FAMILY,
     "talkie": talkie.FAMILY,
+    **early.FAMILIES,
+    **mixtures.FAMILIES,
+    **mixtures_windowed.FAMILIES,
     **plain.FAMILIES,
     **positions.FAMILIES,
     **scaled.FAMILIES,

@@ -18,7 +18,12 @@ class RopeTable(nnx.Module):
     def __init__(self, rope: Rope | None):
         self.rope = rope
         self.factors = (
-            param((rope.dim // 2,), ("rope",), (f"/{rope.factors}",), jnp.dtype(jnp.float32))
+            param(
+                (rope.factor_rows or rope.dim // 2,),
+                ("rope",),
+                (f"/{rope.factors}",),
+                jnp.dtype(jnp.float32),
+            )
             if rope is not None and rope.factors is not None
             else None
         )
@@ -30,7 +35,7 @@ class RopeTable(nnx.Module):
             return xs
         freq = rope.theta ** (-jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim)
         if self.factors is not None:
-            freq = freq / self.factors[...]
+            freq = freq / self.factors[...][: rope.dim // 2]
         at = positions.astype(jnp.float32)
         if rope.yarn is None:
             at = at / rope.scale

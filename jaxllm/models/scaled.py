@@ -18,6 +18,7 @@ from jaxllm.models.family import (
     read_windows,
 )
 from jaxllm.models.plain import ONE_NORM
+from jaxllm.models.routing import Routing
 
 
 def _granite(meta: Metadata, tensors: Tensors) -> ModelConfig:
@@ -27,7 +28,7 @@ def _granite(meta: Metadata, tensors: Tensors) -> ModelConfig:
         float(meta.get(f"{what}_scale", 0.0)) or 1.0 for what in ("residual", "embedding")
     )
     pairs = "neighbours" if meta.get("rope.scaling.finetuned", True) else None
-    layers = read_layer(meta, tensors, pairs, residual_scale=residual)
+    layers = read_layer(meta, tensors, pairs, routing=Routing(), residual_scale=residual)
     return read_model(
         meta,
         tensors,
@@ -46,7 +47,7 @@ def _minicpm(meta: Metadata, tensors: Tensors) -> ModelConfig:
     return read_model(
         meta,
         tensors,
-        read_layer(meta, tensors, "neighbours", residual_scale=residual),
+        read_layer(meta, tensors, "neighbours", routing=Routing(), residual_scale=residual),
         embed_scale=float(meta.get("embedding_scale", 12.0)) or 1.0,
         logit_scale=1.0 / read_positive(meta, key, meta.get(key, 256.0 / embed)),
     )

@@ -6,9 +6,10 @@ A parameter's `form` says how GGUF tensors, seen as [rows, columns], are laid to
     columns  one tensor [out, in] whose columns are split; the parameter may show `in` as two dims
     stack    gate and up, one after the other, rows split; stored as two tensors or as one
     qkv      query, key and value rows of each KV group together
-    q_heads, k_heads   one row a channel of the queries or keys, by KV group
+    q_heads, k_heads   rows of the query heads or of the keys, by KV group
     alibi    no tensor: the slope of each query head
     experts_columns, experts_stack   of every expert of a mixture, columns or stack
+    once     one tensor as it is on one device of its layer, zeros on the others
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class TensorSource(ABC):
         if slot.form == "alibi":
             return []
         if slot.form == "experts_stack":
-            return [(slot.shape[0], *slot.shape[2:])] * 2
+            n, pair, columns, *rest = slot.shape
+            if len(slot.source) == 1:
+                return [(n, pair * columns, *rest)]
+            return [(n, columns, *rest)] * 2
         return [slot.shape]
 
     def _layer(self, slot: Slot) -> LayerConfig:
@@ -103,18 +107,17 @@ class TensorSource(ABC):
                 rows = _shift(index[1], i * slot.shape[1]) if joined else index[1]
                 self._rows(tensors[0 if joined else i], rows, half)
         elif slot.form in HEAD_FORMS:
+            rows = int(np.prod(slot.shape[1 : max(2, len(slot.shape) - 1)]))
             for group, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
                 at = group // self._repeat(slot)
-                self._rows(tensors[0], _flat(slice(at, at + 1), slot.shape[1]), own)
+                part = own.reshape(-1, own.shape[-1]) if own.ndim > 1 else own
+                self._rows(tensors[0], _flat(slice(at, at + 1), rows), part)
         elif slot.form == "alibi":
             layer = self._layer(slot)
             heads = alibi_slopes(layer.kv_heads * layer.q_per_kv, layer.alibi)
             out[...] = heads.reshape(slot.shape)[index]
         elif slot.form == "experts_stack":
-            for expert, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
-                rows = _shift(index[2], expert * slot.shape[2])
-                for half, tensor in zip(own, tensors, strict=True):
-                    self.copy(*tensor, rows, index[3], half)
+            self._fill_experts_stack(slot, tensors, index, out)
         elif slot.form == "experts_columns":
             for expert, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
                 rows = _shift(index[1], expert * slot.shape[1])
@@ -130,6 +133,27 @@ class TensorSource(ABC):
             self.copy(*tensor, slice(0, 1), rows, out[None])
         else:
             self.copy(*tensor, rows, slice(0, out.shape[-1]), out)
+
+    def _fill_experts_stack(
+        self,
+        slot: Slot,
+        tensors: list[tuple[str, tuple[int, ...]]],
+        index: tuple[slice, ...],
+        out: np.ndarray,
+    ) -> None:
+        columns = slot.shape[2]
+        for expert, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
+            for i, half in enumerate(own):
+                if len(tensors) == 1:
+                    tensor, first = tensors[0], i * columns
+                    block = expert * 2 * columns
+                else:
+                    tensor, first, block = tensors[i], 0, expert * columns
+                if half.ndim == 1:  # a bias: one row an expert
+                    own_columns = _shift(index[2], first)
+                    self.copy(*tensor, slice(expert, expert + 1), own_columns, half[None])
+                else:
+                    self.copy(*tensor, _shift(index[2], block + first), index[3], half)
 
     def _fill_qkv(
         self,
@@ -182,8 +206,13 @@ class GGUFSource(TensorSource):
                 f"{'; '.join(problems[:4])}{more}"
             )
         used = {name for slot in slots for name in slot.source}
-        known = (IGNORED, *self.cfg.unused)
-        unused = [n for n in self.file.tensors if n not in used and not n.endswith(known)]
+        known, layers = (IGNORED, *self.cfg.unused), len(self.cfg.layers)
+        drafts = tuple(f"blk.{i}." for i in range(layers, layers + self.cfg.drafts))
+        unused = [
+            n
+            for n in self.file.tensors
+            if n not in used and not n.endswith(known) and not n.startswith(drafts)
+        ]
         if unused:
             more = f" and {len(unused) - 4} more" if len(unused) > 4 else ""
             raise ModelError(
@@ -222,7 +251,7 @@ class RandomSource(TensorSource):
             out[...] = 1.0
             return
         super().fill(slot, index, out)
-        if slot.form in HEAD_FORMS and "embed" not in slot.axes:  # a norm
+        if slot.form in HEAD_FORMS and not {"embed", "latent"} & {*slot.axes}:  # a norm
             out += 1.0
 
     def copy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import LayerConfig, ModelConfig, NormStyle
+from jaxllm.models.config import Columns, LayerConfig, ModelConfig, NormStyle
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
 from jaxllm.models.layers import Array, Heads, normalise, param
@@ -17,7 +17,9 @@ class TalkieBlock(DecoderBlock):
     Queries and keys are normalised after their rotation, and queries have a gain a head.
     """
 
-    def __init__(self, cfg: LayerConfig, kv_heads: int, columns: int, embed: int, dtype: jnp.dtype):
+    def __init__(
+        self, cfg: LayerConfig, kv_heads: int, columns: Columns, embed: int, dtype: jnp.dtype
+    ):
         super().__init__(cfg, kv_heads, columns, embed, dtype)
         f32 = jnp.dtype(jnp.float32)
         self.embed, self.eps = embed, cfg.eps

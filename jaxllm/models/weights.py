@@ -20,7 +20,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxllm.models.block import Block, BlockDef, block_def, ends_def
-from jaxllm.models.config import ModelConfig
+from jaxllm.models.config import Columns, ModelConfig
 from jaxllm.models.layers import Device
 from jaxllm.models.memory import Arena
 from sharding import Plan, TensorShape
@@ -73,7 +73,7 @@ def local_model(
     block: type[Block],
     cfg: ModelConfig,
     kv_heads: Sequence[int],
-    columns: Sequence[int],
+    columns: Sequence[Columns],
     rows: int,
     dtype: str,
 ) -> LocalModel:
@@ -91,7 +91,7 @@ _interned = cache(LocalModel)
 def whole_model(block: type[Block], cfg: ModelConfig, dtype: str) -> LocalModel:
     """The model as one device that holds everything sees it."""
     kv_heads = [layer.kv_heads for layer in cfg.layers]
-    columns = [layer.mlp for layer in cfg.layers]
+    columns = [layer.columns for layer in cfg.layers]
     return local_model(block, cfg, kv_heads, columns, cfg.vocab, dtype)
 
 
@@ -123,6 +123,9 @@ def _slice(
 ) -> np.ndarray:
     """The slice of `slot` that `device` holds, in the leading corner of an array of `shape`."""
     out = arena.zeros(shape, slot.dtype)
+    if slot.layer is not None and slot.form == "once":
+        if device != plan.layers[slot.layer].mlp_devices[0]:
+            return out  # what is added to a partial by one device, and by the others as zeros
     if plan.padded or plan.holds(slot.tensor, device):
         index = plan.slices(slot.tensor, device)
         own = tuple(

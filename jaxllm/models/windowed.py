@@ -72,7 +72,7 @@ def _muse_glimmer(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Layers with a window rotate. Norms on what is added have an epsilon that no file says."""
     meta.require("attention.sliding_window", int)
     meta.require("attention.sliding_window_pattern")
-    layers = read_layer(meta, tensors, "neighbours", norms=SANDWICH, post_eps=1e-8, out_gate=True)
+    layers = read_layer(meta, tensors, "neighbours", norms=SANDWICH, post_eps=1e-8)
     windows = read_windows(meta, len(layers), period=0)
     key = "rope.freq_base_swa"
     theta = read_positive(meta, key, meta.get(key, meta.get("rope.freq_base", 10000.0)))

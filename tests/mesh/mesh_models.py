@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
-from jaxllm.models.config import SANDWICH, Norms, NormStyle, Rope
+from jaxllm.models.config import SANDWICH, Experts, Latent, Norms, NormStyle, Rope, Temperature
 from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.early import EarlyBlock
 from jaxllm.models.gemma4 import Gemma4Block
 from support import layer_config, model_config, small_model, with_layers
 
@@ -35,7 +37,7 @@ def _heads_normed() -> ModelConfig:
         qk_norm=True,
         norm_heads="all",
         sub_norms=True,
-        out_gate=True,
+        out_gate=16,
         residual_scale=0.5,
         scale=0.25,
     )
@@ -76,6 +78,29 @@ def _shared() -> ModelConfig:
     return model_config(layers, layer_inputs=8)
 
 
+def _mixture(**experts: Any) -> ModelConfig:
+    """Layers of eight experts, of which a token goes through three."""
+    fields: dict[str, Any] = dict(count=8, used=3, scores="sigmoid", shared=96) | experts
+    return with_layers(small_model(), mlp=96, experts=Experts(**fields))
+
+
+def _latent() -> ModelConfig:
+    """Layers whose eight query heads read one latent vector of 32 values and 8 that turn."""
+    layer = layer_config(
+        1,
+        8,
+        40,
+        v_dim=32,
+        mlp=211,
+        rope=Rope(theta=10000.0, dim=8, pairs="neighbours"),
+        latent=Latent(q_rank=24, nope=16, v_dim=12),
+    )
+    return model_config([layer] * 2)
+
+
+GROUPED = _mixture(groups=4, groups_used=2, scale=2.5, biases=True, shared_gate=True)
+WARMER = Temperature(every=8, scale=0.5, offset=1)
+EARLY = _mixture(scores="softmax", shared_suffix="", reads="norm")
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
     "llama-factors": (DecoderBlock, with_layers(small_model(), rope=PARTIAL)),
@@ -86,6 +111,11 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "heads-normed": (DecoderBlock, _heads_normed()),
     "biased": (DecoderBlock, _biased()),
     "shared": (Gemma4Block, _shared()),
+    "sinks": (DecoderBlock, with_layers(_windows(24), sinks=True, out_factor=0.5)),
+    "chunks": (DecoderBlock, with_layers(_windows(24), chunked=True, temperature=WARMER)),
+    "latent": (DecoderBlock, _latent()),
+    "experts": (DecoderBlock, GROUPED),
+    "early-experts": (EarlyBlock, EARLY),
     "head-bias": (DecoderBlock, small_model(tied=False, head_bias=True)),
     "wide-keys": (DecoderBlock, with_layers(small_model(), k_dim=192, v_dim=128, scale=5.0)),
     "wide-values": (DecoderBlock, with_layers(small_model(), v_dim=24)),

@@ -75,7 +75,7 @@ def _check_fused(
 
 
 EVERY = [pytest.param(n, d, marks=_group(n)) for n in FAMILIES for d in CUTS]
-SWITCHES = ("heads-normed", "biased", "shared")
+SWITCHES = ("heads-normed", "biased", "shared", "sinks", "chunks", "experts", "early-experts")
 OTHERS = (*SWITCHES, "llama-factors", "head-bias", "wide-keys", "wide-values")
 SOME = [pytest.param(n, 3, marks=_group(n)) for n in OTHERS]
 
@@ -145,6 +145,7 @@ def test_roundings(rounding: str, dither: bool):
     [
         *[("one-of-8", 1, 2, False), ("one-of-8", 1, 4, True)],
         *[("three-of-4", 3, 4, False), ("three-of-4", 3, 4, True)],
+        *[("latent", 1, 2, False), ("latent", 1, 2, True)],
     ],
 )
 def test_few_heads(name: str, heads: int, devices: int, replicate: bool):

@@ -11,6 +11,7 @@ import pytest
 from jaxllm.engine import fused, staged
 from jaxllm.engine.stages import StageIn
 from jaxllm.llm import LOGIT_PLACES
+from jaxllm.models.config import Experts
 from jaxllm.models.experts import BLOCK_ROWS
 from jaxllm.testing import random_llm, small_config
 from sharding import sizes
@@ -24,8 +25,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one KV head": dict(kv_heads=1, q_per_kv=32, k_dim=128),
     "values wider than keys": dict(kv_heads=8, k_dim=32, v_dim=128),
     "big vocabulary": dict(vocab=100_000, embed=64, k_dim=16),
-    "experts": dict(experts=8, experts_used=2, mlp=512, embed=512, k_dim=16),
-    "many experts": dict(experts=32, experts_used=6, mlp=1024, embed=256, k_dim=16),
+    "experts": dict(experts=Experts(8, 2), mlp=512, embed=512, k_dim=16),
+    "many experts": dict(experts=Experts(32, 6), mlp=1024, embed=256, k_dim=16),
 }
 CUTS: dict[str, dict[str, Any]] = {
     "fused": dict(devices=1),

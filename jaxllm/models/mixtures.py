@@ -1,0 +1,106 @@
+"""Families with mixtures of experts whose layers are alike: one line each, or a number of their
+own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import sqrt
+
+from jaxllm.errors import ModelError
+from jaxllm.gguf.metadata import Metadata
+from jaxllm.models.config import ModelConfig, Norms, Temperature
+from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
+from jaxllm.models.plain import plain
+from jaxllm.models.positions import pictured
+from jaxllm.models.routing import Routing
+
+SOFTMAX = Routing()
+RAW = Routing(normalised=False)
+SIGMOID = Routing(scores="sigmoid", scores_key=True, normalised=None)  # unless the file differs
+ATTN_POST = Norms(mlp="post_attention_norm.weight")  # which is the norm of what the MLP reads
+DENSE = ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")  # unread beside experts
+
+
+def _dbrx(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    clamp = float(meta.get("attention.clamp_kqv", 0.0)) or None
+    norms = Norms(mlp="attn_output_norm.weight")
+    layers = read_layer(
+        meta, tensors, "halves", "layer", norms=norms, routing=SOFTMAX, qkv_clamp=clamp
+    )
+    return read_model(meta, tensors, layers)
+
+
+def _ernie(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Which layers are mixtures is said twice: by numbers and by their tensors."""
+    layers = read_layer(meta, tensors, "neighbours", routing=SOFTMAX)
+    lead = int(meta.get("leading_dense_block_count", 0))
+    step = int(meta.get("interleave_moe_layer_step", 1)) or 1
+    for i, layer in enumerate(layers):
+        if (layer.experts is not None) != (i >= lead and (i + 1) % step == 0):
+            raise ModelError(
+                f"layer {i} has {'' if layer.experts else 'no '}experts, other than its place "
+                f"after {lead} dense layers and in steps of {step} says; convert the model again"
+            )
+    return read_model(meta, tensors, layers)
+
+
+def _grok(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Numbers that old files lack are those of Grok 1."""
+    last = ("layer_output_norm.weight", "post_ffw_norm.weight")
+    norms = Norms(
+        attn_post="attn_output_norm.weight",
+        mlp_post=next((n for n in last if f"blk.0.{n}" in tensors), last[0]),
+    )
+    layers = read_layer(
+        meta,
+        tensors,
+        "halves",
+        norms=norms,
+        activation="gelu",
+        routing=Routing(shared="", blend=sqrt(0.5)),
+        softcap=float(meta.get("attn_logit_softcapping", 30.0)) or None,
+        scale=float(meta.get("attention.output_scale", 0.08838834764831845)),
+    )
+    return read_model(
+        meta,
+        tensors,
+        layers,
+        embed_scale=float(meta.get("embedding_scale", 78.38367176906169)),
+        logit_scale=float(meta.get("logit_scale", 0.5773502691896257)),
+        logit_softcap=float(meta.get("final_logit_softcapping", 0.0)) or None,
+    )
+
+
+def _mistral3(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    layers = read_layer(meta, tensors, "neighbours", routing=SOFTMAX)
+    scale, key = (
+        float(meta.get("attention.temperature_scale", 0.0)),
+        "rope.scaling.original_context_length",
+    )
+    if scale:
+        every = int(read_positive(meta, key, meta.require(key)))
+        layers = [replace(layer, temperature=Temperature(every, scale)) for layer in layers]
+    return read_model(meta, tensors, layers)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "bailingmoe": plain("neighbours", routing=Routing(normalised=None)),
+    "bailingmoe2": plain("halves", routing=SIGMOID),
+    "dbrx": Family(DecoderBlock, _dbrx),
+    "deepseek": plain("neighbours", routing=RAW),
+    "dots1": plain("halves", routing=SIGMOID),
+    "ernie4_5-moe": Family(DecoderBlock, _ernie),
+    "glm4moe": pictured("halves", norms=ATTN_POST, routing=SIGMOID),
+    "grok": Family(DecoderBlock, _grok),
+    "hunyuan-moe": plain("halves", rope_first=True, routing=SOFTMAX),
+    "hy_v3": plain("halves", unused=DENSE, routing=SIGMOID),
+    "minimax-m2": plain("halves", routing=Routing("sigmoid", scores_key=True)),
+    "mistral3": Family(DecoderBlock, _mistral3),
+    "olmoe": plain("halves", routing=RAW),
+    "phimoe": plain("halves", routing=SOFTMAX),
+    "qwen2moe": plain("halves", routing=RAW),
+    "qwen3moe": plain("halves", routing=SOFTMAX),
+    "qwen3vlmoe": pictured("halves", interleaved=True, routing=SOFTMAX),
+}
