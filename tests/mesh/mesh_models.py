@@ -76,6 +76,9 @@ def _shared() -> ModelConfig:
     return model_config(layers, layer_inputs=8)
 
 
+# The numpy pass of `naive` does not know these; unit/models/test_layers.py has their parts.
+SWITCHES = ("heads-normed", "biased", "shared")
+
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
     "llama-factors": (DecoderBlock, with_layers(small_model(), rope=PARTIAL)),
