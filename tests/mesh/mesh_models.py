@@ -101,6 +101,9 @@ def _latent() -> ModelConfig:
 GROUPED = _mixture(groups=4, groups_used=2, scale=2.5, biases=True, shared_gate=True)
 WARMER = Temperature(every=8, scale=0.5, offset=1)
 EARLY = _mixture(scores="softmax", shared_suffix="", reads="norm")
+# The numpy pass of `naive` does not know these; unit/models/test_layers.py has their parts.
+SWITCHES = ("heads-normed", "biased", "shared")
+
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
     "llama-factors": (DecoderBlock, with_layers(small_model(), rope=PARTIAL)),

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mesh_models import MODELS
+from mesh_models import MODELS, SWITCHES
 from support import (
     PLACES,
     Trace,
@@ -75,8 +75,17 @@ def _check_fused(
 
 
 EVERY = [pytest.param(n, d, marks=_group(n)) for n in FAMILIES for d in CUTS]
-SWITCHES = ("heads-normed", "biased", "shared", "sinks", "chunks", "experts", "early-experts")
-OTHERS = (*SWITCHES, "llama-factors", "head-bias", "wide-keys", "wide-values")
+OTHERS = (
+    *SWITCHES,
+    "sinks",
+    "chunks",
+    "experts",
+    "early-experts",
+    "llama-factors",
+    "head-bias",
+    "wide-keys",
+    "wide-values",
+)
 SOME = [pytest.param(n, 3, marks=_group(n)) for n in OTHERS]
 
 

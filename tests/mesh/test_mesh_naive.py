@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 import naive
-from mesh_models import MODELS
+from mesh_models import MODELS, SWITCHES
 from support import assert_close, make_llm, random_ids, run
 
 # The smoke tests of tests/reference have the plain families.
 SMOKE = ("llama-factors", "head-bias", "wide-keys", "one-of-8")
-NAMES = [pytest.param(n, marks=[pytest.mark.smoke] * (n in SMOKE)) for n in MODELS]
+NAMES = [
+    pytest.param(n, marks=[pytest.mark.smoke] * (n in SMOKE)) for n in MODELS if n not in SWITCHES
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
