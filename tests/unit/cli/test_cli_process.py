@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -99,15 +98,20 @@ def test_output_that_cannot_be_written_is_one_sentence(argv: tuple[str, ...]):
     assert err == "jaxllm: error: cannot write to standard output: No space left on device\n"
 
 
+def redirected(how: str, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `jaxllm` under a redirection of the shell."""
+    command = ["sh", "-c", f'exec "$@" {how}', "sh", sys.executable, "-m", "jaxllm", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
 def test_closed_streams():
-    code, err = jaxllm("models", preexec_fn=lambda: os.close(1))
+    code, _, err = redirected(">&-", "models")
     assert code == 2
     assert err.startswith("jaxllm: error: standard output is closed") and err.count("\n") == 1
-    code, err = jaxllm("generate", "-", stdout=subprocess.DEVNULL, preexec_fn=lambda: os.close(0))
+    code, _, err = redirected("<&-", "generate", "-")
     assert code == 2 and "the prompt is empty" in err
-    command = [sys.executable, "-m", "jaxllm", "plan", "none.gguf"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2))
-    assert (done.returncode, done.stdout) == (2, b"")
+    assert redirected("2>&-", "plan", "none.gguf") == (2, "", "")
 
 
 def test_warnings_are_one_line(small: str):
