@@ -45,7 +45,7 @@ class HeadNorms(nnx.Module):
         self, q: Array, k: Array | None, squares: Array | None
     ) -> tuple[Array, Array | None]:
         """Normalised q [B, T, K, G, H] and, where the layer has keys, k [B, T, K, H]."""
-        if k is None or self.k is None:
+        if k is None:
             return self._weigh(q, self.q, None), None
         if self.cfg.norm_heads != "all":
             return self._weigh(q, self.q, None), self._weigh(k, self.k, None)

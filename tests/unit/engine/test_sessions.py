@@ -14,8 +14,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jaxllm import LLM, ModelConfig, OptionError, SamplingParams, SessionError
+from jaxllm import LLM, ModelConfig, OptionError, Rope, SamplingParams, SessionError
 from jaxllm.engine.rows import LayerRow
+from jaxllm.models.config import Latent
 from support import (
     assert_close,
     assert_same_bytes,
@@ -189,6 +190,24 @@ def test_a_session_goes_on_under_every_plan(name: str, tmp_path: Path):
         if name != "windows":
             assert done.cached_tokens == 32
         other.forget()
+
+
+def test_latent_vectors_are_stored_once_and_without_values(tmp_path: Path):
+    """Two devices have a copy each; a session holds one, and another plan goes on from it."""
+    rope, latent = Rope(10000.0, 8, "neighbours"), Latent(q_rank=0, nope=16, v_dim=12)
+    model = model_config([layer_config(1, 4, 40, v_dim=32, rope=rope, latent=latent)])
+    cut = dict(devices=2, split_mode="tensor", kv_replicate=True, kv="host")
+    ids, path = random_ids(PROMPT), tmp_path / "latent.session"
+    first = make_llm(model, ctx=CTX, **cut)
+    expected = first.generate(ids, greedy(2 * STEPS))[0].token_ids
+    [begun] = first.generate(ids, greedy(STEPS))
+    first.save_session(path)
+    with safe_open(path, "np") as file:
+        k, v = (file.get_tensor(f"{side}.0") for side in "kv")
+    assert k.shape[0] == v.shape[0] == 1 and k.shape[2] == 40 and v.shape[2] == 0
+    second = make_llm(model, ctx=CTX)
+    [done] = second.generate([second.load_session(path)], greedy(STEPS))
+    assert [*begun.token_ids, *done.token_ids] == expected
 
 
 def test_the_sequence_that_finished_last_is_saved(tmp_path: Path):
