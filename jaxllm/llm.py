@@ -59,6 +59,7 @@ class LLM:
         cache_type_k, cache_type_v   "f32", "f16", "bf16", "q8_0" or "q4_0" (-ctk, -ctv)
         kv_rotate     rotate what a quantised cache stores; see `sharding.PlanOptions`
         dtype         of weights and activations: "float32", "bfloat16" or "float16"
+        weights       "dequantised" to dtype, or "quantised": as the file has them, if it can be
         ctx           positions a sequence may have (-c)
         parallel      sequences that run at once (-np); more prompts wait for a free one
         ubatch        tokens of a prefill chunk, a power of two (-ub)

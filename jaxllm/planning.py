@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES
 
 from jaxllm.calibration import calibrated_mesh
 from jaxllm.engine.build import PlannedModel, plan_model
+from jaxllm.engine.quantising import StoredTypes
 from jaxllm.errors import ModelError, OptionError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.gguf.reader import GGUFFile
@@ -34,6 +35,7 @@ from sharding.options import SplitMode
 
 DEFAULT_CTX = 2048
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("dequantised", "quantised")
 
 
 def options_from(
@@ -84,7 +86,7 @@ def check_names(arguments: Iterable[str], others: Iterable[str]) -> None:
     """OptionError for a keyword that `plan_config` does not take, with the nearest that it or its
     caller (`others`) does."""
     own = {*signature(options_from).parameters, *signature(plan_config).parameters}
-    own -= {"block", "cfg", "mesh", "ctx_train", "mlp_block", "arguments", "more"}
+    own -= {"block", "cfg", "mesh", "ctx_train", "mlp_block", "stored", "arguments", "more"}
     own |= {field.name for field in fields(PlanOptions)} - {"slots", "itemsize"}
     for name in arguments:
         if name not in own:
@@ -119,6 +121,7 @@ def fit_config(
     cache_type_v: str | Sequence[str] | None = None,
     ubatch: int | None = None,
     workload: Workload | None = None,
+    weights: str = "dequantised",
     **arguments: Any,
 ) -> Fit:
     """The fastest split of a model over a mesh, whose rates are measured where it tells none.
@@ -130,12 +133,14 @@ def fit_config(
         arguments: those of `LLM` that a fit does not choose.
 
     Raises:
-        OptionError: for an argument that a fit chooses.
+        OptionError: for an argument that a fit chooses, and for quantised weights.
         FitError: when nothing fits.
     """
     for name in CHOSEN:
         if name in arguments:
             raise OptionError(f"{name} is what a fit chooses; drop it, or drop the fit")
+    if weights != "dequantised":
+        raise OptionError(f"a fit does not count weights {weights!r}; drop them, or drop the fit")
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
@@ -165,16 +170,22 @@ def plan_config(
     link_gbps: str | Sequence[float] | None = None,
     progress: bool = False,
     fit: bool = False,
+    weights: str = "dequantised",
+    stored: StoredTypes | None = None,
     **arguments: Any,
 ) -> PlannedModel:
     """The plan of a model over a mesh; `arguments` are those of `LLM`, of which a fit chooses the
-    split, the place of the cache and more.
+    split, the place of the cache and more. `stored` has the types of the tensors of its file.
 
     Link rates decide which device keeps pages of a host cache; where they are needed and not given
     they are measured, once, and `progress` says so.
     """
+    if weights not in WEIGHTS:
+        raise OptionError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+    if weights == "quantised" and stored is None:
+        raise OptionError("random weights are not quantised; leave weights at dequantised")
     if fit:
-        given: dict[str, Any] = {"mlp_block": mlp_block, "link_gbps": link_gbps}
+        given: dict[str, Any] = {"mlp_block": mlp_block, "link_gbps": link_gbps, "weights": weights}
         found = fit_config(block, cfg, mesh, **given, **arguments)
         mesh, link_gbps = found.plan.mesh, None
         arguments |= found.arguments()
@@ -184,7 +195,8 @@ def plan_config(
     elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
         measure = measure_aloud if progress else measure_link
         mesh = measured(mesh, _delivery(cfg, mesh, options), links_file(), measure)
-    return plan_model(block, cfg, mesh, options, dtype, mlp_block)
+    keep = stored if weights == "quantised" else None
+    return plan_model(block, cfg, mesh, options, dtype, mlp_block, keep)
 
 
 def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
@@ -201,7 +213,8 @@ def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
 def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
     """The plan of a GGUF file over a mesh, its tensors checked; `arguments` are those of `LLM`."""
     block, cfg, mlp_block = _model(file)
-    model = plan_config(block, cfg, mesh, mlp_block=mlp_block, **arguments)
+    stored = {name: info.type for name, info in file.tensors.items()}
+    model = plan_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
     ctx = model.plan.options.ctx
     if 0 < cfg.ctx_train < ctx:
         warnings.warn(

@@ -123,22 +123,29 @@ class Plan:
         """A device's part of a tensor, as slices of its dimensions.
 
         Raises:
-            PlanError: for an undeclared axis, or a size along a split axis that is not the plan's.
+            PlanError: for an undeclared axis, a size along a split axis that is not the plan's, or
+                a cut that is inside an element of packed values.
         """
         split = tensor.split_axis
         found = []
-        for name, size in zip(tensor.axes, tensor.shape, strict=True):
+        for dim, (name, size) in enumerate(zip(tensor.axes, tensor.shape, strict=True)):
             if split is None or name != split.name:
                 found.append(slice(0, size))
                 continue
+            packs = tensor.packs_along(dim)
             units = self._units(name, tensor.layer)
-            if size != units:
+            if size * packs != units:
                 raise PlanError(
-                    f"tensor {tensor.name} has {size} along {name} where the plan splits {units};"
-                    " give its shape as the plan counts it."
+                    f"tensor {tensor.name} has {size * packs} along {name} where the plan splits"
+                    f" {units}; give its shape as the plan counts it."
                 )
-            start, stop = self.parts(name, tensor.layer, device) or (0, size)
-            found.append(slice(start, stop))
+            start, stop = self.parts(name, tensor.layer, device) or (0, units)
+            if start % packs or stop % packs:
+                raise PlanError(
+                    f"tensor {tensor.name} is cut at {start} and {stop} of {name}, inside an"
+                    f" element that packs {packs}; hold it unpacked."
+                )
+            found.append(slice(start // packs, stop // packs))
         return tuple(found)
 
     def weight_bytes(self, device: int) -> int:

@@ -97,7 +97,9 @@ class TensorShape:
     """One tensor of the whole model: `axes` names one axis a dimension of `shape`.
 
     `layer` is None for a tensor outside the layers; `itemsize` is in bytes. With replicated KV
-    heads, `shape` counts the virtual groups (`LayerPlan.replication` times the KV heads).
+    heads, `shape` counts the virtual groups (`LayerPlan.replication` times the KV heads). In a
+    tensor of quantised codes or scales an element covers `packs` values along the last dimension;
+    a step unpacks them.
     """
 
     name: str
@@ -105,6 +107,7 @@ class TensorShape:
     axes: tuple[str, ...]
     layer: int | None
     itemsize: int
+    packs: int = 1
 
     @property
     def split_axis(self) -> Axis | None:
@@ -131,6 +134,10 @@ class TensorShape:
                 " which layer's split it follows."
             )
         return split[0] if split else None
+
+    def packs_along(self, dim: int) -> int:
+        """Values that an element covers along one dimension."""
+        return self.packs if dim == len(self.shape) - 1 else 1
 
 
 def _at_least(owner: object, name: str, least: int) -> None:

@@ -88,7 +88,8 @@ def compute_bytes(plan: Plan, device: int) -> int:
     Counted are, for the longest chunk or the whole batch: residuals and partials; queries and
     carries that a layer's programs hand on; projections and layouts of queries, keys and values;
     scores of a block, before and after the exponential; gate, up and their product; a mixture's
-    rows by expert and the expert that is multiplied; logits. Not counted are weights that a
+    rows by expert and the expert that is multiplied; logits; the largest matrix that is unpacked.
+    Not counted are weights that a
     backend converts (XLA:CPU makes float32 of 16-bit ones) and rings that it copies.
     """
     if device not in plan.used_devices:
@@ -109,7 +110,18 @@ def compute_bytes(plan: Plan, device: int) -> int:
         if plan.engine == "fused" and shape.experts:
             mlp += attention  # one program, in which the loops over blocks and experts overlap
         largest = max(largest, attention, mlp)
-    return _residuals(plan) * residual + largest
+    return _residuals(plan) * residual + largest + _unpacked(plan, device)
+
+
+def _unpacked(plan: Plan, device: int) -> int:
+    """Of the largest quantised matrix, once its values are unpacked; of a mixture one expert."""
+    most = 0
+    for tensor in plan.tensors:
+        if tensor.packs > 1:
+            values = _stored(plan, tensor, device) // tensor.itemsize * tensor.packs
+            experts = tensor.shape[tensor.axes.index("expert")] if "expert" in tensor.axes else 1
+            most = max(most, values // experts)
+    return most * plan.options.itemsize
 
 
 def layer_compute(
@@ -176,7 +188,8 @@ def _stored(plan: Plan, tensor: TensorShape, device: int) -> int:
         return 0
     split = tensor.split_axis
     size = tensor.itemsize
-    for name, n in zip(tensor.axes, tensor.shape, strict=True):
+    for dim, (name, n) in enumerate(zip(tensor.axes, tensor.shape, strict=True)):
         ranges = plan.ranges(name, tensor.layer) if split and name == split.name else None
-        size *= n if ranges is None else _count(plan, ranges, device)
+        own = n if ranges is None else _count(plan, ranges, device) // tensor.packs_along(dim)
+        size *= own
     return size

@@ -74,10 +74,10 @@ def decode_limit(plan: Plan, machine: Machine, position: int) -> dict[str, float
     if len(devices) > 1 and any(d.platform != "cpu" for d in plan.mesh.devices):
         return None
     weights = sum(plan.weight_bytes(i) for i in devices)
-    if any(
-        t.name.startswith("head") for t in plan.tensors
-    ):  # of the input table only one row is read
-        weights -= plan.model.vocab * plan.model.embed * plan.options.itemsize
+    if any(t.name.startswith("head") for t in plan.tensors):
+        # of the input table only one row is read
+        tables = [t for t in plan.tensors if t.name.startswith("table")]
+        weights -= sum(math.prod(t.shape) * t.itemsize for t in tables)
     cache = sum(
         position_bytes(layer, plan.options)
         * layer.kv_heads
@@ -99,6 +99,9 @@ def decode_limit(plan: Plan, machine: Machine, position: int) -> dict[str, float
 def prompt_limit(plan: Plan, machine: Machine) -> float:
     """The most prompt tokens a second: two operations a weight of the layers, attention and the
     head (which is asked for one token alone) not counted."""
-    layers = [t for t in plan.tensors if t.layer is not None]
-    weights = sum(math.prod(t.shape) for t in layers)
-    return machine.matmul_gflop_s * 1e9 / (2 * weights)
+    weights = {}
+    for tensor in plan.tensors:
+        if tensor.layer is not None:  # each array of a quantised matrix covers all its values
+            matrix = tensor.name.rpartition(".")[0] if tensor.packs > 1 else tensor.name
+            weights[matrix] = math.prod(tensor.shape) * tensor.packs
+    return machine.matmul_gflop_s * 1e9 / (2 * sum(weights.values()))

@@ -111,6 +111,8 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     add("-ub", "--ubatch-size", type=int, metavar="N", help=chunk)
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="of weights and activations (default by the platform)")
+    held = "hold them in --dtype or as the file does (default dequantised)"
+    add("--weights", choices=("dequantised", "quantised"), help=held)
     engines = ("auto", "fused", "staged")
     add("--engine", choices=engines, help="one program, one a stage, or what fits (default auto)")
     cuts = ("nearest", "llama.cpp")
@@ -144,6 +146,7 @@ def split_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "parallel": args.parallel,
         "ubatch": args.ubatch_size,
         "dtype": args.dtype,
+        "weights": args.weights,
         "engine": args.engine,
         "rounding": args.rounding,
         "dither": args.dither or None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -13,8 +13,9 @@ from jax.sharding import Mesh as JaxMesh
 from jaxllm.cache.types import CACHE_TYPES, CacheFormat
 from jaxllm.engine.base import Engine
 from jaxllm.engine.fused import AXIS, FusedEngine
+from jaxllm.engine.quantising import StoredTypes, keep_quantised
 from jaxllm.engine.staged import StagedEngine
-from jaxllm.models.block import Block
+from jaxllm.models.block import Block, Kinds
 from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.weights import (
     LocalModel,
@@ -33,12 +34,14 @@ from sharding.memory import free_frames, memory_of
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model under a plan: `whole` has its KV heads replicated as the plan says."""
+    """A model under a plan: `whole` has its KV heads replicated as the plan says, `kinds` what is
+    held quantised."""
 
     plan: Plan
     block: type[Block]
     whole: LocalModel
     dtype: str
+    kinds: Sequence[Kinds] = ()
 
     def slice(self, device: int) -> LocalModel:
         """What one device of the plan holds."""
@@ -51,6 +54,7 @@ class PlannedModel:
             [Columns(_count(p.mlp[device]), _count(p.shared_mlp[device])) for p in layers],
             stop - start,
             self.dtype,
+            self.kinds,
         )
 
     def padded(self) -> LocalModel:
@@ -66,6 +70,7 @@ class PlannedModel:
             ],
             max(map(_count, self.plan.vocab)),
             self.dtype,
+            self.kinds,
         )
 
 
@@ -92,8 +97,10 @@ def plan_model(
     options: PlanOptions,
     dtype: str,
     mlp_block: int = 32,
+    keep: StoredTypes | None = None,
 ) -> PlannedModel:
-    """The plan of a model over a mesh, every parameter counted. dtype names a numpy type."""
+    """The plan of a model over a mesh, every parameter counted. dtype names a numpy type; `keep`
+    has the types of tensors that stay quantised where that is possible."""
     cfg, shape = cfg.in_context(options.ctx), cfg.shape(mlp_block)
     options = replace(options, itemsize=np.dtype(jax.numpy.dtype(dtype)).itemsize)
     times = replications(shape, mesh, options)
@@ -101,9 +108,14 @@ def plan_model(
         replace(c.replicated(r), cache=_cache_format(options, c))
         for c, r in zip(cfg.layers, times, strict=True)
     ]
-    whole = whole_model(block, replace(cfg, layers=tuple(layers)), dtype)
-    plan = make_plan(shape, mesh, options, [slot.tensor for slot in slots(whole)])
-    return PlannedModel(plan, block, whole, dtype)
+    cfg = replace(cfg, layers=tuple(layers))
+    whole = whole_model(block, cfg, dtype)
+    kinds, notes = [], ()
+    if keep is not None:
+        kinds, notes = keep_quantised(slots(whole), keep, make_plan(shape, mesh, options))
+        whole = whole_model(block, cfg, dtype, kinds)
+    plan = make_plan(shape, mesh, options, [t for slot in slots(whole) for t in slot.tensors])
+    return PlannedModel(replace(plan, notes=plan.notes + notes), block, whole, dtype, kinds)
 
 
 def build_engine(

@@ -72,14 +72,24 @@ def iter_row_chunks(
     rows = rows or slice(0, info.rows)
     columns = columns or slice(0, info.cols)
     block, size = GGML_QUANT_SIZES[info.type]
+    for start, raw, first in iter_raw_chunks(info, rows, columns, chunk_bytes):
+        narrow = replace(info, shape=(info.rows, raw.shape[1] // size * block))
+        values = dequantize_rows(raw, narrow)
+        yield start, values[:, columns.start - first : columns.stop - first]
+
+
+def iter_raw_chunks(
+    info: TensorInfo, rows: slice, columns: slice, chunk_bytes: int = 4 << 20
+) -> Iterator[tuple[int, np.ndarray, int]]:
+    """Walk the stored bytes of the blocks that these columns touch, in runs of rows as
+    `iter_row_chunks`: yields (first row, uint8 [rows, bytes], column where the blocks begin)."""
+    block, size = GGML_QUANT_SIZES[info.type]
     first, last = columns.start // block, -(-columns.stop // block)
-    narrow = replace(info, shape=(info.rows, (last - first) * block))
     step = max(1, chunk_bytes // (4 * info.cols))
     for start in range(rows.start, rows.stop, step):
         raw = read_rows(info, start, min(start + step, rows.stop))
         raw = np.ascontiguousarray(raw[:, first * size : last * size])
-        values = dequantize_rows(raw, narrow)
-        yield start, values[:, columns.start - first * block : columns.stop - first * block]
+        yield start, raw, first * block
 
 
 def _dequantize_blocks(raw: np.ndarray, kind: GGMLQuantizationType, out: np.ndarray) -> None:

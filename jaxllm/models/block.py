@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.gguf.blocks import BlockType
 from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.inputs import LayerInputs
-from jaxllm.models.layers import Array, Heads, Norm, linear, param
+from jaxllm.models.layers import Array, Heads, Norm, linear, matrix, param
+from jaxllm.models.quantised import QuantisedParam, values
 
 
 class Block(nnx.Module):
@@ -75,7 +77,7 @@ class Ends(nnx.Module):
     def __init__(self, cfg: ModelConfig, rows: int, dtype: jnp.dtype):
         self.cfg = cfg
         axes, embed = ("vocab", "embed"), cfg.embed
-        self.table = param((rows, embed), axes, ("/token_embd.weight",), dtype)
+        self.table = matrix((rows, embed), axes, ("/token_embd.weight",), dtype)
         self.positions = (
             param((cfg.positions, embed), ("position", "embed"), ("/position_embd.weight",), dtype)
             if cfg.positions
@@ -85,7 +87,7 @@ class Ends(nnx.Module):
         name = "/token_embd_norm.weight"
         self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
         self.norm = Norm(embed, cfg.eps, "/output_norm.weight", cfg.norm)
-        self.head = None if cfg.tied else param((rows, embed), axes, ("/output.weight",), dtype)
+        self.head = None if cfg.tied else matrix((rows, embed), axes, ("/output.weight",), dtype)
         self.bias = param((rows,), ("vocab",), ("/output.bias",), dtype) if cfg.head_bias else None
 
     def embed(self, tokens: Array, positions: Array, vocab: Array) -> Array:
@@ -97,7 +99,7 @@ class Ends(nnx.Module):
         row = tokens - vocab[0]
         mine = (row >= 0) & (row < vocab[1])
         row = jnp.where(mine, row, 0)
-        x = table[row]
+        x = values(table[row])
         x = x * jnp.asarray(self.cfg.embed_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions[...][positions]
@@ -136,8 +138,20 @@ class BlockDef:
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
 
 
-def _define(make: Any) -> BlockDef:
-    graph, state = nnx.split(nnx.eval_shape(make))
+# The parameters of a module that are held quantised: path and type of each.
+Kinds = tuple[tuple[str, BlockType], ...]
+
+
+def _define(make: Any, kinds: Kinds) -> BlockDef:
+    def quantised() -> Any:
+        module = make()
+        for path, kind in kinds:
+            *owners, name = path.split(".")
+            owner = reduce(getattr, owners, module)
+            setattr(owner, name, QuantisedParam(getattr(owner, name), kind))
+        return module
+
+    graph, state = nnx.split(nnx.eval_shape(quantised))
     _, tree = jax.tree.flatten(state)
     flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     return BlockDef(graph, tree, tuple(flat), flat)
@@ -145,14 +159,20 @@ def _define(make: Any) -> BlockDef:
 
 @cache
 def block_def(
-    block: type[Block], cfg: LayerConfig, kv_heads: int, columns: Columns, embed: int, dtype: str
+    block: type[Block],
+    cfg: LayerConfig,
+    kv_heads: int,
+    columns: Columns,
+    embed: int,
+    dtype: str,
+    kinds: Kinds,
 ) -> BlockDef:
     """The definition of a layer's slice of `kv_heads` KV groups and `columns` MLP columns."""
     make: Any = block
-    return _define(lambda: make(cfg, kv_heads, columns, embed, jnp.dtype(dtype)))
+    return _define(lambda: make(cfg, kv_heads, columns, embed, jnp.dtype(dtype)), kinds)
 
 
 @cache
-def ends_def(cfg: ModelConfig, rows: int, dtype: str) -> BlockDef:
+def ends_def(cfg: ModelConfig, rows: int, dtype: str, kinds: Kinds) -> BlockDef:
     """The definition of the two ends over `rows` vocabulary rows."""
-    return _define(lambda: Ends(cfg, rows, jnp.dtype(dtype)))
+    return _define(lambda: Ends(cfg, rows, jnp.dtype(dtype)), kinds)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from jaxllm.models.config import Columns, Experts, LayerConfig
-from jaxllm.models.layers import Array, DenseMLP, gated, linear, param
+from jaxllm.models.layers import Array, DenseMLP, gated, linear, matrix, param
 
 BLOCK_ROWS = 32  # tokens of one expert that are multiplied at a time in a prefill chunk
 LEAST_SUM = 2.0**-14  # of the chosen scores: what they are divided by, at least
@@ -102,14 +102,14 @@ class RoutedMLP(nnx.Module):
         self.router = Router(cfg.experts, embed)
         joined = ("ffn_gate_up_exps",)
         gate_up = joined if cfg.experts.joined else ("ffn_gate_exps", "ffn_up_exps")
-        self.gate_up = param(
+        self.gate_up = matrix(
             (n, 2, columns.mlp, embed),
             ("expert", "pair", "mlp", "embed"),
             tuple(f"{name}.weight" for name in gate_up),
             dtype,
             form="experts_stack",
         )
-        self.down = param(
+        self.down = matrix(
             (n, embed, columns.mlp),
             ("expert", "embed", "mlp"),
             ("ffn_down_exps.weight",),

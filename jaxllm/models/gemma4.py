@@ -13,7 +13,7 @@ from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import SANDWICH, Columns, LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
-from jaxllm.models.layers import ACTIVATIONS, Array, Heads, Norm, linear, param
+from jaxllm.models.layers import ACTIVATIONS, Array, Heads, Norm, linear, matrix, param
 
 
 class LayerGate(nnx.Module):
@@ -21,8 +21,8 @@ class LayerGate(nnx.Module):
 
     def __init__(self, cfg: LayerConfig, inputs: int, embed: int, dtype: jnp.dtype):
         axes = ("embed", "embed")
-        self.gate = param((inputs, embed), axes, ("inp_gate.weight",), dtype)
-        self.proj = param((embed, inputs), axes, ("proj.weight",), dtype)
+        self.gate = matrix((inputs, embed), axes, ("inp_gate.weight",), dtype)
+        self.proj = matrix((embed, inputs), axes, ("proj.weight",), dtype)
         self.norm = Norm(embed, cfg.eps, "post_norm.weight")
 
     def __call__(self, x: Array, inputs: Array) -> Array:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.layers import Array, linear, normalise, param
+from jaxllm.models.layers import Array, linear, matrix, normalise, param
 
 
 class HeadNorms(nnx.Module):
@@ -73,7 +73,7 @@ class HeadsGate(nnx.Module):
     def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
         self.kind, rows = cfg.out_gate_kind, cfg.q_per_kv * cfg.out_gate
         axes, source = ("kv_group", "head_rows", "embed"), ("attn_gate.weight",)
-        self.weight = param((kv_heads, rows, embed), axes, source, dtype, form="q_heads")
+        self.weight = matrix((kv_heads, rows, embed), axes, source, dtype, form="q_heads")
 
     def __call__(self, o: Array, x: Array) -> Array:
         """o [B, T, K, G, Hv] times the gate of x [B, T, D]."""

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.layers import Array, Norm, linear, param
+from jaxllm.models.layers import Array, Norm, linear, matrix
+from jaxllm.models.quantised import values
 
 
 class LayerInputs(nnx.Module):
@@ -18,14 +19,14 @@ class LayerInputs(nnx.Module):
     def __init__(self, cfg: ModelConfig, rows: int, dtype: jnp.dtype):
         self.cfg, width = cfg, cfg.layer_inputs * len(cfg.layers)
         table, proj = ("/per_layer_token_embd.weight",), ("/per_layer_model_proj.weight",)
-        self.table = param((rows, width), ("vocab", "embed"), table, dtype)
-        self.proj = param((width, cfg.embed), ("embed", "embed"), proj, dtype)
+        self.table = matrix((rows, width), ("vocab", "embed"), table, dtype)
+        self.proj = matrix((width, cfg.embed), ("embed", "embed"), proj, dtype)
         self.norm = Norm(cfg.layer_inputs, cfg.eps, "/per_layer_proj_norm.weight")
 
     def __call__(self, x: Array, row: Array) -> Array:
         """x [B, T, D] and rows of the table [B, T] -> [B, T, layers * inputs]."""
         cfg = self.cfg
-        own = self.table[...][row] * jnp.asarray(sqrt(cfg.layer_inputs), x.dtype)
+        own = values(self.table[...][row]) * jnp.asarray(sqrt(cfg.layer_inputs), x.dtype)
         made = linear(x, self.proj[...]) * jnp.asarray(1.0 / sqrt(cfg.embed), x.dtype)
         made = self.norm(made.reshape(*x.shape[:-1], -1, cfg.layer_inputs)).reshape(own.shape)
         return (own + made) * jnp.asarray(sqrt(0.5), x.dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.layers import Array, HeadsOut, Norm, linear, param, precision_of
+from jaxllm.models.layers import Array, HeadsOut, Norm, linear, matrix, param, precision_of
 
 GROUP = ("kv_group", "head_rows")
 
@@ -28,16 +28,16 @@ class LatentQKV(nnx.Module):
         self.cfg, width, rope = cfg, latent.q_rank, cfg.k_dim - cfg.v_dim
         axes = ("latent", "embed")
         source, norm = ("attn_q_a.weight",), "attn_q_a_norm.weight"
-        self.q_down = param((width, embed), axes, source, dtype) if width else None
+        self.q_down = matrix((width, embed), axes, source, dtype) if width else None
         self.q_norm = Norm(width, cfg.eps, norm, axis="latent") if width else None
-        self.q = param(
+        self.q = matrix(
             (kv_heads, cfg.q_per_kv * (latent.nope + rope), width or embed),
             (*GROUP, "latent" if width else "embed"),
             ("attn_q_b.weight" if width else "attn_q.weight",),
             dtype,
             form="q_heads",
         )
-        self.latent = param((cfg.k_dim, embed), axes, ("attn_kv_a_mqa.weight",), dtype)
+        self.latent = matrix((cfg.k_dim, embed), axes, ("attn_kv_a_mqa.weight",), dtype)
         self.norm = Norm(cfg.v_dim, cfg.eps, "attn_kv_a_norm.weight", axis="latent")
         self.keys = param(
             (kv_heads, cfg.q_per_kv, cfg.v_dim, latent.nope),

@@ -20,6 +20,7 @@ from flax import nnx
 from jax import lax
 
 from jaxllm.models.config import RMS, LayerConfig, NormStyle, bias_of
+from jaxllm.models.quantised import Quantised, values
 
 Array: TypeAlias = jax.Array
 Heads: TypeAlias = tuple[Array, Array | None, Array | None]  # queries, keys and values
@@ -34,16 +35,24 @@ def precision_of(x: Array) -> lax.Precision | None:
 VECTOR_PARTS = 8  # a matrix times one vector, in as many parallel parts
 
 
-def linear(x: Array, w: Array) -> Array:
+def linear(x: Array, w: Array | Quantised) -> Array:
     """x [..., in] times w [out, in] transposed: [..., out] in x's dtype.
+
+    A quantised matrix is read as it is for one row. For more it is unpacked first, and only when x
+    is there: no two matrices are unpacked at a time.
 
     CPUs have forms of their own, chosen when the program is lowered: XLA:CPU reads the weight in
     order when it is the left operand, and spreads a batch of products over its threads where it
     would leave a small product of one row to one of them. `docs/performance.md` has figures.
     """
     rows = x.reshape(-1, x.shape[-1])
-    exact = precision_of(rows)
     out = w.shape[0]
+    if isinstance(w, Quantised):
+        if len(rows) == 1:
+            return w.product(rows[0]).astype(x.dtype).reshape(*x.shape[:-1], out)
+        rows, packed = lax.optimization_barrier((rows, w))
+        w = values(packed)
+    exact = precision_of(rows)
 
     def one_row(rows: Array, w: Array) -> Array:
         parts = w.reshape(VECTOR_PARTS, out // VECTOR_PARTS, w.shape[1])
@@ -69,6 +78,7 @@ def param(
     source: tuple[str, ...],
     dtype: jnp.dtype,
     form: str = "plain",
+    matrix: bool = False,
 ) -> nnx.Param:
     """A parameter that is only a description until `bind` or a loader gives it values."""
     return nnx.Param(
@@ -77,7 +87,23 @@ def param(
         eager_sharding=False,
         source=source,
         form=form,
+        matrix=matrix,
+        values=dtype,
+        packs=1,
+        kind=None,
     )
+
+
+def matrix(
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    source: tuple[str, ...],
+    dtype: jnp.dtype,
+    form: str = "plain",
+) -> nnx.Param:
+    """A parameter [..., out, in] that is used in `linear` and by rows alone, so that it may also be
+    held as a `QuantisedParam`."""
+    return param(shape, axes, source, dtype, form, matrix=True)
 
 
 class Norm(nnx.Module):
@@ -122,7 +148,7 @@ class SubNorm(nnx.Module):
     def __init__(self, weight: nnx.Param, size: int, eps: float):
         self.weight, self.size, self.eps = weight, size, eps
 
-    def project(self, x: Array, w: Array) -> Array:
+    def project(self, x: Array, w: Array | Quantised) -> Array:
         """x [B, T, own channels] times w [D, own channels]: float32 [B, T, D + 1]."""
         y = x.astype(jnp.float32)
         squares = jnp.sum(y * y, axis=-1, keepdims=True)
@@ -147,7 +173,7 @@ class QKV(nnx.Module):
                 names, rows = [*names, "attn_v"], rows + cfg.v_dim
         if cfg.qkv_joined:
             names = ["attn_qkv"]
-        self.weight = param(
+        self.weight = matrix(
             (kv_heads, rows, embed),
             ("kv_group", "head_rows", "embed"),
             tuple(f"{n}.weight" for n in names),
@@ -182,7 +208,7 @@ class HeadsOut(nnx.Module):
     """Attention output projection: the partial of this device's own heads."""
 
     def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
-        self.weight = param(
+        self.weight = matrix(
             (embed, kv_heads, cfg.q_per_kv * cfg.v_dim),
             ("embed", "kv_group", "head_rows"),
             ("attn_output.weight",),
@@ -226,13 +252,13 @@ class DenseMLP(nnx.Module):
         weights, biases = ([f"{n}{suffix}.{kind}" for n in names] for kind in ("weight", "bias"))
         lead, axes, form = ((2,), ("pair",), "stack") if cfg.mlp_gated else ((), (), "plain")
         shape, axes = (*lead, columns), (*axes, axis)
-        self.up = param((*shape, embed), (*axes, "embed"), tuple(weights), dtype, form=form)
+        self.up = matrix((*shape, embed), (*axes, "embed"), tuple(weights), dtype, form=form)
         self.bias = param(shape, axes, tuple(biases), dtype, form=form) if cfg.mlp_bias else None
         self.scales = (
             param((columns,), (axis,), ("ffn.act.scales",), dtype) if cfg.mlp_scales else None
         )
         source = (f"ffn_down{suffix}.weight",)
-        self.down = param((embed, columns), ("embed", axis), source, dtype, form="columns")
+        self.down = matrix((embed, columns), ("embed", axis), source, dtype, form="columns")
         norm, f32 = ("ffn_sub_norm.weight",), jnp.dtype(jnp.float32)
         self.sub_norm = (
             SubNorm(param((columns,), ("mlp",), norm, f32), cfg.mlp, cfg.eps)

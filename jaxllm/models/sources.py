@@ -22,11 +22,13 @@ from functools import lru_cache
 import numpy as np
 
 from jaxllm.errors import ModelError
-from jaxllm.gguf.dequant import iter_row_chunks, supported
+from jaxllm.gguf.blocks import take_apart
+from jaxllm.gguf.dequant import iter_raw_chunks, iter_row_chunks, supported
 from jaxllm.gguf.reader import GGUFFile
 from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.heads import alibi_slopes
-from jaxllm.models.weights import Slot
+from jaxllm.models.quantised import Quantised
+from jaxllm.models.weights import Buffer, Slot
 
 DRAWN = 1 << 22  # values that are drawn for a random tensor
 IGNORED = ".attn_rot_embd.weight"  # of old files; computed instead
@@ -49,7 +51,7 @@ class TensorSource(ABC):
 
     @abstractmethod
     def copy(
-        self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: np.ndarray
+        self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: Buffer
     ) -> None:
         """out [rows, ...] = rows and columns of tensor `name` seen as [rows, columns]."""
 
@@ -93,7 +95,7 @@ class TensorSource(ABC):
             stored * layer.v_dim,
         ]
 
-    def fill(self, slot: Slot, index: tuple[slice, ...], out: np.ndarray) -> None:
+    def fill(self, slot: Slot, index: tuple[slice, ...], out: Buffer) -> None:
         """Write the slice of `slot` at `index` to `out` (that slice's shape)."""
         tensors = list(zip(slot.source, self.shapes(slot), strict=True))
         if slot.form == "qkv":
@@ -127,7 +129,7 @@ class TensorSource(ABC):
         else:
             self.copy(*tensors[0], index[0], index[1], out)
 
-    def _rows(self, tensor: tuple[str, tuple[int, ...]], rows: slice, out: np.ndarray) -> None:
+    def _rows(self, tensor: tuple[str, tuple[int, ...]], rows: slice, out: Buffer) -> None:
         """Whole rows of a tensor, or numbers of one that has a single dim."""
         if out.ndim == 1:
             self.copy(*tensor, slice(0, 1), rows, out[None])
@@ -139,7 +141,7 @@ class TensorSource(ABC):
         slot: Slot,
         tensors: list[tuple[str, tuple[int, ...]]],
         index: tuple[slice, ...],
-        out: np.ndarray,
+        out: Buffer,
     ) -> None:
         columns = slot.shape[2]
         for expert, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
@@ -160,7 +162,7 @@ class TensorSource(ABC):
         slot: Slot,
         tensors: list[tuple[str, tuple[int, ...]]],
         groups: slice,
-        out: np.ndarray,
+        out: Buffer,
     ) -> None:
         layer = self._layer(slot)
         heights = (layer.q_per_kv * layer.k_dim, layer.k_dim, layer.v_dim)
@@ -180,7 +182,7 @@ class TensorSource(ABC):
 
 
 class GGUFSource(TensorSource):
-    """Tensors of a GGUF file, dequantised chunk by chunk into their place."""
+    """Tensors of a GGUF file, dequantised or taken apart chunk by chunk into their place."""
 
     def __init__(self, file: GGUFFile, cfg: ModelConfig):
         super().__init__(cfg)
@@ -221,9 +223,15 @@ class GGUFSource(TensorSource):
             )
 
     def copy(
-        self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: np.ndarray
+        self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: Buffer
     ) -> None:
-        for start, chunk in iter_row_chunks(self.file.tensors[name], rows, columns):
+        info = self.file.tensors[name]
+        if isinstance(out, Quantised):
+            for start, raw, first in iter_raw_chunks(info, rows, columns):
+                own = out[start - rows.start : start - rows.start + len(raw)]
+                own.fill(take_apart(raw, info.type), _shift(columns, -first))
+            return
+        for start, chunk in iter_row_chunks(info, rows, columns):
             part = out[start - rows.start : start - rows.start + len(chunk)]
             part[...] = chunk.reshape(part.shape)
 
@@ -246,7 +254,7 @@ class RandomSource(TensorSource):
         values = np.random.Generator(stream).standard_normal((rows, columns), np.float32)
         return values * np.float32(self.std)
 
-    def fill(self, slot: Slot, index: tuple[slice, ...], out: np.ndarray) -> None:
+    def fill(self, slot: Slot, index: tuple[slice, ...], out: Buffer) -> None:
         if len(slot.shape) == 1 and slot.form == "plain":
             out[...] = 1.0
             return
@@ -255,7 +263,7 @@ class RandomSource(TensorSource):
             out += 1.0
 
     def copy(
-        self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: np.ndarray
+        self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: Buffer
     ) -> None:
         values = self._values(name, shape)
         if rows.stop > len(values):

@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from itertools import groupby
+from math import prod
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxllm.models.block import Block, BlockDef, block_def, ends_def
+from jaxllm.gguf.blocks import BlockType
+from jaxllm.models.block import Block, BlockDef, Kinds, block_def, ends_def
 from jaxllm.models.config import Columns, ModelConfig
 from jaxllm.models.layers import Device
 from jaxllm.models.memory import Arena
+from jaxllm.models.quantised import Quantised
 from sharding import Plan, TensorShape
 
 
@@ -45,9 +49,25 @@ class LocalModel:
     kv_heads: tuple[int, ...]
 
 
+class Stored(NamedTuple):
+    """One array of a parameter; an element covers `packs` values of its last dim."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    packs: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
 class Slot:
-    """One parameter of the whole model: where it belongs and what it is made of."""
+    """One parameter of the whole model: where it belongs, what it is made of and how it is held.
+
+    Shape and dtype are those of its values; `arrays` hold them, several if it is quantised.
+    """
 
     path: str
     layer: int | None
@@ -56,17 +76,35 @@ class Slot:
     source: tuple[str, ...]  # GGUF names in order
     form: str
     dtype: np.dtype
+    matrix: bool
+    kind: BlockType | None
+    arrays: tuple[Stored, ...]
 
     @property
     def tensor(self) -> TensorShape:
-        """The slot as a plan sees it."""
+        """The whole of the slot's values, as a plan cuts them."""
         return TensorShape(self.path, self.shape, self.axes, self.layer, self.dtype.itemsize)
+
+    @property
+    def tensors(self) -> tuple[TensorShape, ...]:
+        """The arrays as a plan sees them."""
+        return tuple(
+            TensorShape(a.path, a.shape, self.axes, self.layer, a.dtype.itemsize, a.packs)
+            for a in self.arrays
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+Buffer: TypeAlias = Any  # np.ndarray, or a Quantised of them: both are cut and filled alike
 
 
 class Source(Protocol):
     """Where values come from. `fill` writes the slice of `slot` that `index` names to `out`."""
 
-    def fill(self, slot: Slot, index: tuple[slice, ...], out: np.ndarray) -> None: ...
+    def fill(self, slot: Slot, index: tuple[slice, ...], out: Buffer) -> None: ...
 
 
 def local_model(
@@ -76,39 +114,59 @@ def local_model(
     columns: Sequence[Columns],
     rows: int,
     dtype: str,
+    kinds: Sequence[Kinds] = (),
 ) -> LocalModel:
-    """The slice with these KV groups and MLP columns a layer, and vocabulary rows."""
+    """The slice with these KV groups and MLP columns a layer, and vocabulary rows.
+
+    `kinds` says what is held quantised, for each layer and, last, the ends; nothing by default.
+    """
+    *own, ends = kinds or [()] * (len(cfg.layers) + 1)
     blocks = tuple(
-        block_def(block, layer, k, f, cfg.embed, dtype)
-        for layer, k, f in zip(cfg.layers, kv_heads, columns, strict=True)
+        block_def(block, layer, k, f, cfg.embed, dtype, kind)
+        for layer, k, f, kind in zip(cfg.layers, kv_heads, columns, own, strict=True)
     )
-    return _interned(cfg, blocks, ends_def(cfg, rows, dtype), tuple(kv_heads))
+    return _interned(cfg, blocks, ends_def(cfg, rows, dtype, ends), tuple(kv_heads))
 
 
 _interned = cache(LocalModel)
 
 
-def whole_model(block: type[Block], cfg: ModelConfig, dtype: str) -> LocalModel:
+def whole_model(
+    block: type[Block], cfg: ModelConfig, dtype: str, kinds: Sequence[Kinds] = ()
+) -> LocalModel:
     """The model as one device that holds everything sees it."""
     kv_heads = [layer.kv_heads for layer in cfg.layers]
     columns = [layer.columns for layer in cfg.layers]
-    return local_model(block, cfg, kv_heads, columns, cfg.vocab, dtype)
+    return local_model(block, cfg, kv_heads, columns, cfg.vocab, dtype, kinds)
 
 
 def _slots_of(definition: BlockDef, layer: int | None) -> Iterator[Slot]:
-    for path in definition.paths:
-        variable = definition.variables[path]
-        meta = variable.get_metadata()
-        prefix = "" if layer is None else f"blk.{layer}."
-        source = tuple(s[1:] if s.startswith("/") else prefix + s for s in meta["source"])
+    prefix = "" if layer is None else f"blk.{layer}."
+
+    def owner(path: str) -> str:
+        """The parameter that an array belongs to: of a quantised one, what holds its parts."""
+        kind = definition.variables[path].get_metadata()["kind"]
+        return path if kind is None else path.rpartition(".")[0]
+
+    for path, own in groupby(definition.paths, owner):
+        parts = {part: definition.variables[part] for part in own}
+        arrays = tuple(
+            Stored(prefix + part, tuple(v.shape), np.dtype(v.dtype), v.get_metadata()["packs"])
+            for part, v in parts.items()
+        )
+        *lead, last = arrays[0].shape
+        meta = definition.variables[arrays[0].path.removeprefix(prefix)].get_metadata()
         yield Slot(
             prefix + path,
             layer,
-            tuple(variable.shape),
+            (*lead, last * arrays[0].packs),
             tuple(meta["out_sharding"]),
-            source,
+            tuple(s[1:] if s.startswith("/") else prefix + s for s in meta["source"]),
             meta["form"],
-            np.dtype(variable.dtype),
+            np.dtype(meta["values"]),
+            meta["matrix"],
+            meta["kind"],
+            arrays,
         )
 
 
@@ -119,21 +177,27 @@ def slots(model: LocalModel) -> list[Slot]:
 
 
 def _slice(
-    plan: Plan, slot: Slot, shape: tuple[int, ...], device: int, source: Source, arena: Arena
-) -> np.ndarray:
-    """The slice of `slot` that `device` holds, in the leading corner of an array of `shape`."""
-    out = arena.zeros(shape, slot.dtype)
+    plan: Plan, slot: Slot, part: Slot, device: int, source: Source, arena: Arena
+) -> list[np.ndarray]:
+    """The slice of `slot` that `device` holds, in the leading corners of arrays as `part` has."""
+    arrays = [arena.zeros(array.shape, array.dtype) for array in part.arrays]
     if slot.layer is not None and slot.form == "once":
         if device != plan.layers[slot.layer].mlp_devices[0]:
-            return out  # what is added to a partial by one device, and by the others as zeros
+            return arrays  # what is added to a partial by one device, and by the others as zeros
     if plan.padded or plan.holds(slot.tensor, device):
         index = plan.slices(slot.tensor, device)
-        own = tuple(
-            slice(0, len(range(*i.indices(n)))) for i, n in zip(index, slot.shape, strict=True)
-        )
-        if all(s.stop for s in own):
-            source.fill(slot, index, out[own])
-    return out
+        own = tuple(len(range(*i.indices(n))) for i, n in zip(index, slot.shape, strict=True))
+        if all(own):
+            source.fill(slot, index, _corner(slot, arrays, own))
+    return arrays
+
+
+def _corner(slot: Slot, arrays: list[np.ndarray], shape: tuple[int, ...]) -> Buffer:
+    if slot.kind is None:
+        return arrays[0][tuple(slice(0, n) for n in shape)]
+    names = [array.path.rpartition(".")[-1] for array in slot.arrays]
+    parts = dict(zip(names, arrays, strict=True))
+    return Quantised(slot.kind, slot.dtype, parts).corner(shape)
 
 
 Progress = Callable[[int], Any]  # called with bytes as they are done
@@ -157,12 +221,12 @@ def _gather(
     return done
 
 
-def _assemble(model: LocalModel, done: dict[str, Any], vocab: Any) -> Leaves:
-    own = [s for s in slots(model) if s.path in done]
-    layers = tuple(
-        tuple(done[s.path] for s in own if s.layer == i) for i in range(len(model.blocks))
-    )
-    return Leaves(layers, tuple(done[s.path] for s in own if s.layer is None), vocab)
+def _assemble(model: LocalModel, done: dict[str, list[Any]], vocab: Any) -> Leaves:
+    layers: dict[int | None, list[Any]] = {i: [] for i in (*range(len(model.blocks)), None)}
+    for slot in slots(model):
+        layers[slot.layer] += done.get(slot.path, [])
+    *own, ends = (tuple(arrays) for arrays in layers.values())
+    return Leaves(tuple(own), ends, vocab)
 
 
 def load_device(
@@ -178,10 +242,9 @@ def load_device(
     ends, that it takes no part in."""
     placement = SingleDeviceSharding(target)
 
-    def job(slot: Slot, part: Slot) -> Callable[[], jax.Array]:
-        def run() -> jax.Array:
-            values = _slice(plan, slot, part.shape, device, source, arena)
-            return jax.device_put(values, placement)
+    def job(slot: Slot, part: Slot) -> Callable[[], list[jax.Array]]:
+        def run() -> list[jax.Array]:
+            return jax.device_put(_slice(plan, slot, part, device, source, arena), placement)
 
         return run
 
@@ -189,8 +252,9 @@ def load_device(
     here = {i for i, layer in enumerate(plan.layers) if device in layer.devices}
     here |= {None} if stop > start else set()
     pairs = zip(slots(whole), slots(local), strict=True)
-    work = [(s.path, job(s, part), _bytes(part)) for s, part in pairs if s.layer in here]
-    arena = Arena(target, sum(size for _, _, size in work), len(work))
+    pairs = [(s, part) for s, part in pairs if s.layer in here]
+    work = [(s.path, job(s, part), part.nbytes) for s, part in pairs]
+    arena = _arena(target, [part for _, part in pairs])
     vocab = jax.device_put(np.asarray([start, stop - start], np.int32), placement)
     return _assemble(local, _gather(work, progress), vocab)
 
@@ -212,23 +276,23 @@ def load_stacked(
     def stack(shape: tuple[int, ...], parts: list[jax.Array]) -> jax.Array:
         return jax.make_array_from_single_device_arrays((len(devices), *shape), sharding, parts)
 
-    def job(slot: Slot, part: Slot) -> Callable[[], jax.Array]:
-        def run() -> jax.Array:
+    def job(slot: Slot, part: Slot) -> Callable[[], list[jax.Array]]:
+        def run() -> list[jax.Array]:
             own = [
                 jax.device_put(
-                    _slice(plan, slot, part.shape, i, source, arenas[i])[None],
+                    [array[None] for array in _slice(plan, slot, part, i, source, arenas[i])],
                     SingleDeviceSharding(d),
                 )
                 for i, d in enumerate(devices)
             ]
-            return stack(part.shape, own)
+            arrays = zip(part.arrays, *own, strict=True)
+            return [stack(array.shape, list(parts)) for array, *parts in arrays]
 
         return run
 
-    pairs = zip(slots(whole), slots(local), strict=True)
-    work = [(s.path, job(s, part), _bytes(part) * len(devices)) for s, part in pairs]
-    each = sum(size for _, _, size in work) // len(devices)
-    arenas = [Arena(d, each, len(work)) for d in devices]
+    pairs = list(zip(slots(whole), slots(local), strict=True))
+    work = [(s.path, job(s, part), part.nbytes * len(devices)) for s, part in pairs]
+    arenas = [_arena(d, [part for _, part in pairs]) for d in devices]
     vocab = [
         jax.device_put(np.asarray([[a, b - a]], np.int32), SingleDeviceSharding(d))
         for (a, b), d in zip(plan.vocab, devices, strict=True)
@@ -236,5 +300,6 @@ def load_stacked(
     return _assemble(local, _gather(work, progress), stack((2,), vocab))
 
 
-def _bytes(slot: Slot) -> int:
-    return int(np.prod(slot.shape)) * slot.dtype.itemsize
+def _arena(target: Device, parts: list[Slot]) -> Arena:
+    arrays = sum(len(part.arrays) for part in parts)
+    return Arena(target, sum(part.nbytes for part in parts), arrays)

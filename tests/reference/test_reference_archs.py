@@ -226,9 +226,10 @@ def test_repeated_heads(name: str, engine: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weights", ["dequantised", "quantised"])
 @pytest.mark.parametrize("engine", ["fused", "host"])
 @pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_file(name: str, engine: str, shared: Path):
+def test_quantised_file(name: str, engine: str, weights: str, shared: Path):
     path = shared / "archs" / "quant" / f"{name}.gguf"
     with np.load(path.with_suffix(".npz")) as full:
         reference = {
@@ -236,4 +237,4 @@ def test_quantised_file(name: str, engine: str, shared: Path):
             for key in full.files
             if key.endswith("_dequant_f32") or key == "tokens"
         }
-    _check(_load(path, **ENGINES[engine]), reference)
+    _check(_load(path, weights=weights, **ENGINES[engine]), reference, 1e-10)

@@ -45,6 +45,22 @@ def divergence(top_ids: np.ndarray, top: np.ndarray, lse: np.ndarray, found: np.
     return float(np.mean((p * (log_p - log_q)).sum(1) + rest))
 
 
+@pytest.mark.slow
+def test_quantised_weights_choose_the_same_tokens(smollm2_path: Path):
+    """A file of Q4_1 and Q8_0, with rows of 576 values that no 256 divide."""
+    found = []
+    for weights in ("dequantised", "quantised"):
+        llm = LLM.from_gguf(
+            smollm2_path, devices=1, dtype="float32", ctx=64, progress=False, weights=weights
+        )
+        (done,) = llm.generate(["The capital of France is"], SamplingParams(16, temperature=0))
+        found.append(done.token_ids)
+    held = sum(array.nbytes for array in llm.engine.weights())
+    assert found[0] == found[1]
+    assert held < 1.01 * smollm2_path.stat().st_size
+    assert not any("dequantised" in note for note in llm.plan.notes)
+
+
 @cache
 def _last_logits(llm: LLM, ids: tuple[int, ...], count: int) -> np.ndarray:
     """Logits [count, V] after the last tokens; those of 1500 tokens would take gigabytes."""

@@ -1,0 +1,64 @@
+"""Which weights of a file stay quantised under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from jaxllm.gguf.blocks import BLOCK_TYPES, BlockType
+from jaxllm.models.block import Kinds
+from jaxllm.models.weights import Slot
+from sharding import Plan
+
+StoredTypes = Mapping[str, GGMLQuantizationType]  # of each tensor of a file, by its name
+
+
+def keep_quantised(
+    slots: Sequence[Slot], stored: StoredTypes, plan: Plan
+) -> tuple[list[Kinds], tuple[str, ...]]:
+    """What is held quantised of each layer and, last, of the ends; and a note for each reason why
+    other quantised tensors are not. The plan needs no tensors: its cuts are asked."""
+    kinds: dict[int | None, list[tuple[str, BlockType]]] = {}
+    kinds = {layer: [] for layer in (*range(len(plan.layers)), None)}
+    unpacked: dict[str, list[str]] = {}
+    for slot in slots:
+        types = {stored[name] for name in slot.source if name in stored}
+        if all(GGML_QUANT_SIZES[t][0] == 1 for t in types):
+            continue
+        found = _kind(slot, types, plan)
+        if isinstance(found, str):
+            unpacked.setdefault(found, []).append(slot.path)
+        else:
+            local = (
+                slot.path if slot.layer is None else slot.path.removeprefix(f"blk.{slot.layer}.")
+            )
+            kinds[slot.layer].append((local, found))
+    notes = (
+        f"{_some(paths)} dequantised to the compute type: {reason}."
+        for reason, paths in unpacked.items()
+    )
+    return [tuple(own) for own in kinds.values()], tuple(notes)
+
+
+def _kind(slot: Slot, types: set[GGMLQuantizationType], plan: Plan) -> BlockType | str:
+    """How a parameter is held quantised, or why it cannot be."""
+    first, *others = sorted(types, key=lambda t: t.name)
+    if others:
+        names = ", ".join(t.name for t in (first, *others))
+        return f"tensors joined in one are of several types ({names})"
+    kind = BLOCK_TYPES.get(first)
+    if kind is None or not slot.matrix:
+        return f"{first.name} is not kept quantised there"
+    cuts = [slot.shape[-1]]
+    if slot.tensor.split_axis is not None and slot.axes[-1] == slot.tensor.split_axis.name:
+        cuts += [edge for own in plan.ranges(slot.axes[-1], slot.layer) or () for edge in own]
+    found = kind.cut_at(*cuts)
+    if found is None:
+        return f"blocks of {kind.block} of {first.name} would be cut"
+    return found
+
+
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - 1} more are" if len(paths) > 1 else " is"
+    return paths[0] + more
