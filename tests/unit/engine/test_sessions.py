@@ -207,7 +207,7 @@ def test_latent_vectors_are_stored_once_and_without_values(tmp_path: Path):
     assert k.shape[0] == v.shape[0] == 1 and k.shape[2] == 40 and v.shape[2] == 0
     second = make_llm(model, ctx=CTX)
     [done] = second.generate([second.load_session(path)], greedy(STEPS))
-    assert [*begun.token_ids, *done.token_ids] == expected
+    assert (*begun.token_ids, *done.token_ids) == expected
 
 
 def test_the_sequence_that_finished_last_is_saved(tmp_path: Path):
