@@ -84,7 +84,7 @@ def test_measured_links_decide(monkeypatch: pytest.MonkeyPatch):
     """Rates are measured where several devices share a budget and none are given."""
     asked = []
 
-    def measure(mesh: Any, how: Any, store: Any) -> Any:
+    def measure(mesh: Any, how: Any, store: Any, *_: Any) -> Any:
         asked.append(how)
         return with_links(mesh, "3,9")
 

@@ -179,6 +179,7 @@ def test_logits(name: str, engine: str, shared: Path):
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in DENSE)]
 )
+@pytest.mark.filterwarnings("ignore:the context")  # some were trained for less
 def test_dense(name: str, shared: Path):
     """On one device, and with heads and columns dealt out in other shares."""
     reference, ctx = _reference(shared, name), CONTEXT.get(name, 128)

@@ -53,6 +53,7 @@ CONTEXT = {"phimoe-moe": 256}
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
+@pytest.mark.filterwarnings("ignore:the context")  # some were trained for less
 def test_mixtures(name: str, shared: Path):
     """On one device, and with heads and columns dealt out in other shares: latent vectors are then
     stored twice."""
