@@ -1,13 +1,15 @@
 """The contract between a family and the engines, and the two ends every family shares.
 
 A block says what precedes attention and what follows it; attention itself belongs to the cache.
+A layer that has no heads is asked nothing about them, and `recur` is for layers with a state.
 An engine calls, in this order, for every layer:
 
     heads   = block.project(x)
     squares = sum over devices of block.head_squares(heads), where there are any
     q, k, v = block.before_attention(heads, squares, positions)
     o       = attention of q over the cache, k and v included
-    x, read = block.join_attention(x, sum over devices of block.after_attention(o, x))
+    r, s    = block.recur(x, s, counts)
+    x, read = block.join_attention(x, sum over devices of block.after_attention(o, x) + r)
     x       = block.join_mlp(x, sum over devices of block.mlp(read))
 
 `BlockDef` is a block without its values: hashable, one object a shape, so that layers and models
@@ -55,6 +57,13 @@ class Block(nnx.Module):
     def after_attention(self, o: Array, x: Array) -> Array:
         """o [B, T, K, G, Hv] and the residual x that attention read -> this device's partial
         [B, T, D]."""
+        raise NotImplementedError
+
+    def recur(
+        self, x: Array, state: tuple[Array, ...], counts: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The residual x [B, T, D] through the recurrent mixer of own groups -> this device's
+        partial [B, T, D], and the state after the first counts [B] tokens of each row."""
         raise NotImplementedError
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:

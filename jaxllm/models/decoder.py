@@ -7,6 +7,7 @@ from flax import nnx
 
 from jaxllm.models.block import Block
 from jaxllm.models.config import Columns, LayerConfig
+from jaxllm.models.delta import GatedDeltaNet
 from jaxllm.models.experts import feed_forward
 from jaxllm.models.heads import HeadNorms, HeadsGate
 from jaxllm.models.latent import LatentOut, LatentQKV
@@ -22,6 +23,20 @@ from jaxllm.models.layers import (
     param,
 )
 from jaxllm.models.rope import RopeTable
+
+
+def attention(
+    cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype
+) -> tuple[QKV | LatentQKV, HeadsOut | LatentOut]:
+    """What stands before and after attention of a layer's slice."""
+    if cfg.latent is None:
+        return QKV(cfg, kv_heads, embed, dtype), HeadsOut(cfg, kv_heads, embed, dtype)
+    return LatentQKV(cfg, kv_heads, embed, dtype), LatentOut(cfg, kv_heads, embed, dtype)
+
+
+def mixer(cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype) -> GatedDeltaNet | None:
+    """The recurrent mixer of a layer's slice, where it has one."""
+    return None if cfg.recurrent is None else GatedDeltaNet(cfg, groups, embed, dtype)
 
 
 class DecoderBlock(Block):
@@ -45,7 +60,10 @@ class DecoderBlock(Block):
         shared = cfg.parallel and names.mlp == names.attn
         self.mlp_norm = None if shared else norm(names.mlp)
         self.post_mlp_norm = norm(names.mlp_post, post_eps)
-        self.qkv = (LatentQKV if cfg.latent else QKV)(cfg, kv_heads, embed, dtype)
+        self.qkv, self.out = (
+            attention(cfg, kv_heads, embed, dtype) if cfg.kv_heads else (None, None)
+        )
+        self.recurrent = mixer(cfg, columns.states, embed, dtype)
         self.head_norms = HeadNorms(cfg, kv_heads) if cfg.qk_norm else None
         self.rope = RopeTable(cfg.rope)
         self.slopes = (
@@ -63,12 +81,12 @@ class DecoderBlock(Block):
         source, f32 = ("attn_sinks.weight",), jnp.dtype(jnp.float32)
         self.gate = HeadsGate(cfg, kv_heads, embed, dtype) if cfg.out_gate else None
         self.sinks = param(shape, axes, source, f32, form="q_heads") if cfg.sinks else None
-        self.out = (LatentOut if cfg.latent else HeadsOut)(cfg, kv_heads, embed, dtype)
         self.out_bias = bias("attn_output.bias") if cfg.out_bias else None
         self.ffn = feed_forward(cfg, columns, embed, dtype)
         self.down_bias = bias("ffn_down.bias") if cfg.mlp_bias else None
 
     def project(self, x: Array) -> Heads:
+        assert self.qkv is not None
         return self.qkv(self._read(x))
 
     def _read(self, x: Array) -> Array:
@@ -103,12 +121,20 @@ class DecoderBlock(Block):
         return q, ks[0] if ks else None
 
     def after_attention(self, o: Array, x: Array) -> Array:
+        assert self.out is not None
         y = self.out(o if self.gate is None else self.gate(o, self._read(x)))
         factor = self.cfg.out_factor
         return y if factor == 1.0 else y * jnp.asarray(factor, y.dtype)
 
+    def recur(
+        self, x: Array, state: tuple[Array, ...], counts: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        assert self.recurrent is not None
+        return self.recurrent(self._read(x), state, counts)
+
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
-        joined = self._add(x, total, self.out.sub_norm, self.out_bias, self.post_attn_norm)
+        sub_norm = None if self.out is None else self.out.sub_norm
+        joined = self._add(x, total, sub_norm, self.out_bias, self.post_attn_norm)
         if not self.cfg.parallel:
             return joined, joined if self.mlp_norm is None else self.mlp_norm(joined)
         norm = self.attn_norm if self.mlp_norm is None else self.mlp_norm

@@ -1,0 +1,188 @@
+"""The gated delta net (Yang et al. 2024): a linear layer whose memory forgets and corrects itself.
+
+Each value head has a memory M [key, value]. A token with key k, value v, query q, decay exp(g) and
+rate b does
+
+    M = exp(g) M;    d = b (v - k M);    M = M + k d;    o = q M
+
+(k d is the outer product). One token at a time that is `delta_step`. `delta_chunks` takes in many
+at once: inside a chunk the corrections d solve one triangular system, so that a chunk costs matrix
+products and the memory moves on once a chunk. Both give the same up to rounding. A token with
+g = 0 and b = 0 changes nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.conv import causal_conv
+from jaxllm.models.layers import Array, Norm, linear, param
+from jaxllm.models.recurrent import CHUNK, DeltaNet
+from jaxllm.models.sections import tiled, together
+
+product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def delta_step(
+    q: Array, k: Array, v: Array, b: Array, g: Array, memory: Array
+) -> tuple[Array, Array]:
+    """One token: q and k [..., S], v [..., r, S], b and g [..., r] with memory [..., r, S, S] ->
+    outputs [..., r, S] and the memory after it."""
+    memory = memory * jnp.exp(g)[..., None, None]
+    d = b[..., None] * (v - product("...k,...rkv->...rv", k, memory))
+    memory = memory + k[..., None, :, None] * d[..., None, :]
+    return product("...k,...rkv->...rv", q, memory), memory
+
+
+def delta_chunks(
+    q: Array, k: Array, v: Array, b: Array, g: Array, memory: Array, chunk: int = CHUNK
+) -> tuple[Array, Array]:
+    """T tokens: q and k [..., T, S], v [..., r, T, S], b and g [..., r, T] with memory
+    [..., r, S, S] -> outputs [..., r, T, S] and the memory after them."""
+    tokens = q.shape[-2]
+    chunk = min(chunk, tokens)
+    more = -tokens % chunk
+
+    def cut(a: Array, axis: int) -> Array:
+        """[..., T, ...] -> [chunks, ..., chunk, ...], zeros at the end."""
+        axis += a.ndim
+        a = jnp.pad(a, [(0, more if i == axis else 0) for i in range(a.ndim)])
+        a = a.reshape(*a.shape[:axis], -1, chunk, *a.shape[axis + 1 :])
+        return jnp.moveaxis(a, axis, 0)
+
+    q, k, v, b, g = cut(q, -2), cut(k, -2), cut(v, -2), cut(b, -1), cut(g, -1)
+    since = jnp.exp(jnp.cumsum(g, axis=-1))  # decay from the chunk's beginning
+    decay = _between(g)
+    strict = jnp.tril(jnp.ones((chunk, chunk), bool), -1)
+    corrections = jnp.where(strict, product("...tk,...sk->...ts", k, k)[..., None, :, :], 0.0)
+    corrections = b[..., None] * decay * corrections
+    keys = (b * since)[..., None] * k[..., None, :, :]
+    solved = jax.scipy.linalg.solve_triangular(
+        corrections + jnp.eye(chunk),
+        jnp.concatenate([b[..., None] * v, keys], axis=-1),
+        lower=True,
+        unit_diagonal=True,
+    )
+    own, read = jnp.split(solved, 2, axis=-1)  # d = own - read M
+    seen = decay * product("...tk,...sk->...ts", q, k)[..., None, :, :]
+    asked = since[..., None] * q[..., None, :, :]
+    written = decay[..., -1, :, None] * k[..., None, :, :]
+
+    def one(memory: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        own, read, seen, asked, written, kept = chunk
+        d = own - product("...tk,...kv->...tv", read, memory)
+        o = product("...tk,...kv->...tv", asked, memory) + product("...ts,...sv->...tv", seen, d)
+        memory = kept[..., None, None] * memory + product("...tk,...tv->...kv", written, d)
+        return memory, o
+
+    memory, o = lax.scan(one, memory, (own, read, seen, asked, written, since[..., -1]))
+    o = jnp.moveaxis(o, 0, -3)
+    return o.reshape(*o.shape[:-3], -1, o.shape[-1])[..., :tokens, :], memory
+
+
+def _between(g: Array) -> Array:
+    """Decay [..., t, s] from after token s to token t of log decays g [..., T]; zero for s > t.
+
+    Each is summed for itself: differences of long sums would lose the last places.
+    """
+    size = g.shape[-1]
+    after = jnp.tril(jnp.ones((size, size), bool), -1)
+    sums = jnp.cumsum(jnp.where(after, g[..., None], 0.0), axis=-2)
+    return jnp.where(jnp.tril(jnp.ones((size, size), bool)), jnp.exp(sums), 0.0)
+
+
+def _unit(a: Array, eps: float) -> Array:
+    """Vectors of length one, or of less where they are shorter than eps."""
+    return a / jnp.maximum(jnp.linalg.norm(a, axis=-1, keepdims=True), eps)
+
+
+class GatedDeltaNet(nnx.Module):
+    """Projections, convolution, delta rule, gated norm and output over a device's own groups."""
+
+    def __init__(self, cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype):
+        assert isinstance(cfg.recurrent, DeltaNet)
+        self.net = net = cfg.recurrent
+        r, dim, f32 = net.v_heads, net.dim, jnp.dtype(jnp.float32)
+        axes, keys = ("state_group", "head_rows"), net.groups * net.dim
+
+        def values(first: int, height: int, tensor: int = 0):
+            if net.tiled:
+                return tiled(first, height, r, net.groups, tensor)
+            return together(first, height, r, tensor)
+
+        inner = together(0, dim), together(keys, dim), values(2 * keys, dim)
+        rates = (together(0, 2 * r),) if net.joined else (values(0, 1), values(0, 1, tensor=1))
+        sources = ("ssm_ba.weight",) if net.joined else ("ssm_beta.weight", "ssm_alpha.weight")
+        make, wide = partial(param, form="sections"), (*axes, "embed")
+        self.inner = make(
+            (groups, net.channels, embed), wide, ("attn_qkv.weight",), dtype, sections=inner
+        )
+        self.gate = make(
+            (groups, r * dim, embed), wide, ("attn_gate.weight",), dtype, sections=(values(0, dim),)
+        )
+        self.rates = make((groups, 2 * r, embed), wide, sources, dtype, sections=rates)
+        self.taps = make(
+            (groups, net.channels, net.kernel),
+            (*axes, "tap"),
+            ("ssm_conv1d.weight",),
+            f32,
+            sections=inner,
+        )
+        self.decay = make((groups, r), axes, ("ssm_a",), f32, sections=(values(0, 1),))
+        self.bias = make((groups, r), axes, ("ssm_dt.bias",), f32, sections=(values(0, 1),))
+        self.norm = Norm(dim, cfg.eps, "ssm_norm.weight", axis="head_dim")
+        self.out = param(
+            (embed, groups, r * dim),
+            ("embed", "state_group", "head_rows"),
+            ("ssm_out.weight",),
+            dtype,
+            form="section_columns",
+            sections=(values(0, dim),),
+        )
+        self.eps = cfg.eps
+
+    def __call__(
+        self, x: Array, state: tuple[Array, ...], counts: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """x [N, T, D] and states of own groups -> [N, T, D], to be summed over devices, and the
+        states after the first counts [N] tokens."""
+        conv, memory = state
+        tokens, r, dim = x.shape[1], self.net.v_heads, self.net.dim
+        y, conv = causal_conv(self._project(x, self.inner), self.taps[...], conv, counts)
+        q, k, v = jnp.split(jax.nn.silu(y), (dim, 2 * dim), axis=-1)
+        q, k = _unit(q, self.eps), _unit(k, self.eps)
+        q, v = q / jnp.sqrt(jnp.float32(dim)), v.reshape(*v.shape[:-1], r, dim)
+        b, g = self._rates(x, counts)
+        if tokens == 1:
+            q, k, v, b, g = (a[:, :, 0] for a in (q, k, v, b, g))
+            o, memory = delta_step(q, k, v, b, g, memory)
+            o = o[:, None]  # [N, 1, G, r, S]
+        else:
+            v, b, g = (jnp.moveaxis(a, 2, 3) for a in (v, b, g))
+            o, memory = delta_chunks(q, k, v, b, g, memory)
+            o = jnp.moveaxis(o, 3, 1)
+        gate = self._project(x, self.gate)  # [N, G, T, r S]
+        gate = jnp.moveaxis(gate, 2, 1).reshape(o.shape)
+        o = (self.norm(o) * jax.nn.silu(gate)).astype(x.dtype)
+        w = self.out[...]
+        return linear(o.reshape(*x.shape[:2], -1), w.reshape(w.shape[0], -1)), (conv, memory)
+
+    def _project(self, x: Array, weight: nnx.Param) -> Array:
+        """x [N, T, D] -> float32 [N, G, T, rows]."""
+        w = weight[...]
+        y = linear(x, w.reshape(-1, w.shape[-1])).astype(jnp.float32)
+        return jnp.moveaxis(y.reshape(*x.shape[:2], *w.shape[:2]), 2, 1)
+
+    def _rates(self, x: Array, counts: Array) -> tuple[Array, Array]:
+        """How much tokens correct and how much the memory keeps (its log): [N, G, T, r]; nothing
+        and all of it after the first counts [N] tokens."""
+        b, g = jnp.split(self._project(x, self.rates), 2, axis=-1)
+        g = self.decay[...][:, None] * jax.nn.softplus(g + self.bias[...][:, None])
+        real = (jnp.arange(x.shape[1]) < counts[:, None])[:, None, :, None]
+        return jnp.where(real, jax.nn.sigmoid(b), 0.0), jnp.where(real, g, 0.0)
