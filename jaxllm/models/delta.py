@@ -1,14 +1,7 @@
 """The gated delta net (Yang et al. 2024): a linear layer whose memory forgets and corrects itself.
 
-Each value head has a memory M [key, value]. A token with key k, value v, query q, decay exp(g) and
-rate b does
-
-    M = exp(g) M;    d = b (v - k M);    M = M + k d;    o = q M
-
-(k d is the outer product). One token at a time that is `delta_step`. `delta_chunks` takes in many
-at once: inside a chunk the corrections d solve one triangular system, so that a chunk costs matrix
-products and the memory moves on once a chunk. Both give the same up to rounding. A token with
-g = 0 and b = 0 changes nothing.
+Its rule is in `jaxllm.models.linear_memory`; around it are a short convolution of queries, keys and
+values, and a gated norm of what comes out.
 """
 
 from __future__ import annotations
@@ -18,83 +11,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
 from jaxllm.models.layers import Array, Norm, linear, param
-from jaxllm.models.recurrent import CHUNK, DeltaNet
+from jaxllm.models.linear_memory import memory_chunks, memory_step
+from jaxllm.models.recurrent import DeltaNet
 from jaxllm.models.sections import tiled, together
-
-product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-
-
-def delta_step(
-    q: Array, k: Array, v: Array, b: Array, g: Array, memory: Array
-) -> tuple[Array, Array]:
-    """One token: q and k [..., S], v [..., r, S], b and g [..., r] with memory [..., r, S, S] ->
-    outputs [..., r, S] and the memory after it."""
-    memory = memory * jnp.exp(g)[..., None, None]
-    d = b[..., None] * (v - product("...k,...rkv->...rv", k, memory))
-    memory = memory + k[..., None, :, None] * d[..., None, :]
-    return product("...k,...rkv->...rv", q, memory), memory
-
-
-def delta_chunks(
-    q: Array, k: Array, v: Array, b: Array, g: Array, memory: Array, chunk: int = CHUNK
-) -> tuple[Array, Array]:
-    """T tokens: q and k [..., T, S], v [..., r, T, S], b and g [..., r, T] with memory
-    [..., r, S, S] -> outputs [..., r, T, S] and the memory after them."""
-    tokens = q.shape[-2]
-    chunk = min(chunk, tokens)
-    more = -tokens % chunk
-
-    def cut(a: Array, axis: int) -> Array:
-        """[..., T, ...] -> [chunks, ..., chunk, ...], zeros at the end."""
-        axis += a.ndim
-        a = jnp.pad(a, [(0, more if i == axis else 0) for i in range(a.ndim)])
-        a = a.reshape(*a.shape[:axis], -1, chunk, *a.shape[axis + 1 :])
-        return jnp.moveaxis(a, axis, 0)
-
-    q, k, v, b, g = cut(q, -2), cut(k, -2), cut(v, -2), cut(b, -1), cut(g, -1)
-    since = jnp.exp(jnp.cumsum(g, axis=-1))  # decay from the chunk's beginning
-    decay = _between(g)
-    strict = jnp.tril(jnp.ones((chunk, chunk), bool), -1)
-    corrections = jnp.where(strict, product("...tk,...sk->...ts", k, k)[..., None, :, :], 0.0)
-    corrections = b[..., None] * decay * corrections
-    keys = (b * since)[..., None] * k[..., None, :, :]
-    solved = jax.scipy.linalg.solve_triangular(
-        corrections + jnp.eye(chunk),
-        jnp.concatenate([b[..., None] * v, keys], axis=-1),
-        lower=True,
-        unit_diagonal=True,
-    )
-    own, read = jnp.split(solved, 2, axis=-1)  # d = own - read M
-    seen = decay * product("...tk,...sk->...ts", q, k)[..., None, :, :]
-    asked = since[..., None] * q[..., None, :, :]
-    written = decay[..., -1, :, None] * k[..., None, :, :]
-
-    def one(memory: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        own, read, seen, asked, written, kept = chunk
-        d = own - product("...tk,...kv->...tv", read, memory)
-        o = product("...tk,...kv->...tv", asked, memory) + product("...ts,...sv->...tv", seen, d)
-        memory = kept[..., None, None] * memory + product("...tk,...tv->...kv", written, d)
-        return memory, o
-
-    memory, o = lax.scan(one, memory, (own, read, seen, asked, written, since[..., -1]))
-    o = jnp.moveaxis(o, 0, -3)
-    return o.reshape(*o.shape[:-3], -1, o.shape[-1])[..., :tokens, :], memory
-
-
-def _between(g: Array) -> Array:
-    """Decay [..., t, s] from after token s to token t of log decays g [..., T]; zero for s > t.
-
-    Each is summed for itself: differences of long sums would lose the last places.
-    """
-    size = g.shape[-1]
-    after = jnp.tril(jnp.ones((size, size), bool), -1)
-    sums = jnp.cumsum(jnp.where(after, g[..., None], 0.0), axis=-2)
-    return jnp.where(jnp.tril(jnp.ones((size, size), bool)), jnp.exp(sums), 0.0)
 
 
 def _unit(a: Array, eps: float) -> Array:
@@ -161,11 +84,11 @@ class GatedDeltaNet(nnx.Module):
         b, g = self._rates(x, counts)
         if tokens == 1:
             q, k, v, b, g = (a[:, :, 0] for a in (q, k, v, b, g))
-            o, memory = delta_step(q, k, v, b, g, memory)
+            o, memory = memory_step(q, k, v, g, memory, b)
             o = o[:, None]  # [N, 1, G, r, S]
         else:
             v, b, g = (jnp.moveaxis(a, 2, 3) for a in (v, b, g))
-            o, memory = delta_chunks(q, k, v, b, g, memory)
+            o, memory = memory_chunks(q, k, v, g, memory, b)
             o = jnp.moveaxis(o, 3, 1)
         gate = self._project(x, self.gate)  # [N, G, T, r S]
         gate = jnp.moveaxis(gate, 2, 1).reshape(o.shape)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.delta import delta_chunks, delta_step
+from jaxllm.models.linear_memory import memory_chunks, memory_step
 from support import nmse
 
 ROWS, GROUPS, HEADS, DIM, TOKENS = 2, 3, 2, 8, 37
@@ -44,13 +44,13 @@ def test_chunks_steps_and_a_plain_loop(decay: float):
     q, k, v, b, g, memory = _inputs(0, decay)
     expected, end = _naive(q, k, v, b, g, memory)
     for chunk in (16, 64):
-        o, after = delta_chunks(*map(jnp.asarray, (q, k, v, b, g, memory)), chunk=chunk)
+        o, after = memory_chunks(*map(jnp.asarray, (q, k, v, g, memory, b)), chunk=chunk)
         assert nmse(o, expected) < 1e-12
         assert nmse(after, end) < 1e-12
     after, found = jnp.asarray(memory), []
     for t in range(TOKENS):
-        one = q[..., t, :], k[..., t, :], v[..., t, :], b[..., t], g[..., t]
-        o, after = delta_step(*map(jnp.asarray, one), after)
+        one = q[..., t, :], k[..., t, :], v[..., t, :], g[..., t], after, b[..., t]
+        o, after = memory_step(*map(jnp.asarray, one))
         found.append(o)
     assert nmse(jnp.stack(found, axis=-2), expected) < 1e-12
     assert nmse(after, end) < 1e-12
@@ -58,7 +58,7 @@ def test_chunks_steps_and_a_plain_loop(decay: float):
 
 def test_padding_leaves_the_memory_as_it_was():
     q, k, v, b, g, memory = _inputs(1, 1.0)
-    _, after = delta_chunks(q, k, v, np.zeros_like(b), np.zeros_like(g), jnp.asarray(memory))
+    _, after = memory_chunks(q, k, v, np.zeros_like(g), jnp.asarray(memory), np.zeros_like(b))
     np.testing.assert_array_equal(after, memory)
 
 
