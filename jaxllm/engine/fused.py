@@ -93,8 +93,12 @@ def forward(
             else:
                 carry = attend_span(cfg, carry, q, rings[owner], step.row, step.positions, span)
             parts.append(end_attention(block, cfg, carry, x))
-        x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
-        x = block.join_mlp(x, total(block.mlp(read)))
+        if parts:
+            x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
+        else:
+            read = block.enter_mlp(x)
+        if cfg.mlp:
+            x = block.join_mlp(x, total(block.mlp(read)))
     return x, Cache(tuple(rings.values()), tuple(states.values()))
 
 

@@ -319,22 +319,30 @@ class _Forward:
                 continue
             for device in layer.mixer_devices:
                 self._run(device, ("out",), index)
-            self._exchange(layer.devices)
+            if layer.mixer_devices:
+                self._exchange(layer.devices)
             for device in layer.devices:
                 work = ("after", "mlp") if device in layer.mlp_devices else ("after",)
                 self._run(device, work, index)
-            self._finish(index, tuple(targets))
+            if layer.mlp_devices:
+                self._finish(index, tuple(targets))
+            else:
+                self._pass_on(index, tuple(targets))
         return self.x
 
     def _alone(self, device: int, index: int, targets: tuple[int, ...]) -> None:
         """A layer on one device: one stage up to the next layer's queries if they are there."""
-        pieces = ("out", "after", "mlp", "join")
-        goes_on = targets == (device,)
-        if goes_on and index + 1 < len(self.engine.plan.layers):
+        layers = self.engine.plan.layers
+        pieces = ("out",) if layers[index].mixer_devices else ()
+        pieces += ("after", "mlp", "join") if layers[index].mlp_devices else ("after",)
+        following = layers[index + 1] if index + 1 < len(layers) else None
+        if targets != (device,) or following is None:
+            self._run(device, pieces, index)
+            self._hand_over(device, index, targets)
+        elif following.mixer_devices:
             self._run(device, (*pieces, "in"), index, index + 1)
         else:
             self._run(device, pieces, index)
-            self._hand_over(device, index, targets)
 
     def _finish(self, index: int, targets: tuple[int, ...]) -> None:
         """From the partials of a layer's MLP to the next layer's queries, or to the head."""
@@ -347,22 +355,31 @@ class _Forward:
             self._run(source, ("join",), index)
             self._hand_over(source, index, targets)
 
+    def _pass_on(self, index: int, targets: tuple[int, ...]) -> None:
+        """From the residual of a layer without an MLP to the next layer, or to the head."""
+        if set(targets) <= set(self.x):
+            self._begin(index + 1, (), targets)
+        else:
+            self._hand_over(min(self.x), index, targets)
+
     def _hand_over(self, source: int, index: int, targets: tuple[int, ...]) -> None:
         """Send the finished residual of one device to those that need it next."""
         self.made = {source: self.x[source]}
         self._exchange(targets)
         self._begin(index + 1, ("enter",))
 
-    def _begin(self, index: int, first: tuple[str, ...]) -> None:
+    def _begin(
+        self, index: int, first: tuple[str, ...], targets: Sequence[int] | None = None
+    ) -> None:
         """Start layer `index` on its devices; past the last layer, only complete the residual."""
         layers = self.engine.plan.layers
-        targets = list(self.parts)
+        targets = list(self.parts) if targets is None else targets
         self.x = {d: x for d, x in self.x.items() if d in targets}
         for device in targets:
             here = index - 1 if first == ("join",) else None
             if index < len(layers) and device in layers[index].mixer_devices:
                 self._run(device, (*first, self._entry(index)), here, index)
-            else:
+            elif first:
                 self._run(device, first, here)
 
     def _entry(self, index: int) -> str:

@@ -138,6 +138,9 @@ def stage(
             own = end_attention(old, here.cfg, carry, x)
             total = own if total is None else total + own
         elif piece == "after":
+            if total is None:  # a layer that is an MLP alone
+                read = old.enter_mlp(x)
+                continue
             x, read = old.join_attention(x, total)
             total, changed = None, True
         elif piece == "mlp":

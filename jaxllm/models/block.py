@@ -1,7 +1,7 @@
 """The contract between a family and the engines, and the two ends every family shares.
 
 A block says what precedes attention and what follows it; attention itself belongs to the cache.
-A layer that has no heads is asked nothing about them, and `recur` is for layers with a state.
+A layer that has no heads or no MLP is asked nothing about them; `recur` is for those with a state.
 An engine calls, in this order, for every layer:
 
     heads   = block.project(x)
@@ -71,6 +71,10 @@ class Block(nnx.Module):
         reads."""
         raise NotImplementedError
 
+    def enter_mlp(self, x: Array) -> Array:
+        """What the MLP reads in a layer that is nothing else."""
+        raise NotImplementedError
+
     def mlp(self, read: Array) -> Array:
         """read [B, T, D] -> this device's partial [B, T, D]."""
         raise NotImplementedError
@@ -95,7 +99,7 @@ class Ends(nnx.Module):
         self.inputs = LayerInputs(cfg, rows, dtype) if cfg.layer_inputs else None
         name = "/token_embd_norm.weight"
         self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
-        self.norm = Norm(embed, cfg.eps, "/output_norm.weight", cfg.norm)
+        self.norm = Norm(embed, cfg.eps, f"/{cfg.norm_name}.weight", cfg.norm)
         self.head = None if cfg.tied else matrix((rows, embed), axes, ("/output.weight",), dtype)
         self.bias = param((rows,), ("vocab",), ("/output.bias",), dtype) if cfg.head_bias else None
 

@@ -258,6 +258,7 @@ class ModelConfig:
     tied: bool
     ctx_train: int
     norm: NormStyle = RMS  # of the ends
+    norm_name: str = "output_norm"  # of the last norm
     head_bias: bool = False
     embed_scale: float = 1.0
     embed_norm: NormStyle | None = None

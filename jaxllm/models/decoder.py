@@ -7,7 +7,6 @@ from flax import nnx
 
 from jaxllm.models.block import Block
 from jaxllm.models.config import Columns, LayerConfig
-from jaxllm.models.delta import GatedDeltaNet
 from jaxllm.models.experts import feed_forward
 from jaxllm.models.heads import HeadNorms, HeadsGate
 from jaxllm.models.latent import LatentOut, LatentQKV
@@ -22,6 +21,7 @@ from jaxllm.models.layers import (
     normalise,
     param,
 )
+from jaxllm.models.mixers import mixer
 from jaxllm.models.rope import RopeTable
 
 
@@ -32,11 +32,6 @@ def attention(
     if cfg.latent is None:
         return QKV(cfg, kv_heads, embed, dtype), HeadsOut(cfg, kv_heads, embed, dtype)
     return LatentQKV(cfg, kv_heads, embed, dtype), LatentOut(cfg, kv_heads, embed, dtype)
-
-
-def mixer(cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype) -> GatedDeltaNet | None:
-    """The recurrent mixer of a layer's slice, where it has one."""
-    return None if cfg.recurrent is None else GatedDeltaNet(cfg, groups, embed, dtype)
 
 
 class DecoderBlock(Block):
@@ -82,7 +77,7 @@ class DecoderBlock(Block):
         self.gate = HeadsGate(cfg, kv_heads, embed, dtype) if cfg.out_gate else None
         self.sinks = param(shape, axes, source, f32, form="q_heads") if cfg.sinks else None
         self.out_bias = bias("attn_output.bias") if cfg.out_bias else None
-        self.ffn = feed_forward(cfg, columns, embed, dtype)
+        self.ffn = feed_forward(cfg, columns, embed, dtype) if cfg.mlp else None
         self.down_bias = bias("ffn_down.bias") if cfg.mlp_bias else None
 
     def project(self, x: Array) -> Heads:
@@ -135,12 +130,20 @@ class DecoderBlock(Block):
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
         sub_norm = None if self.out is None else self.out.sub_norm
         joined = self._add(x, total, sub_norm, self.out_bias, self.post_attn_norm)
-        if not self.cfg.parallel:
-            return joined, joined if self.mlp_norm is None else self.mlp_norm(joined)
-        norm = self.attn_norm if self.mlp_norm is None else self.mlp_norm
-        return joined, x if norm is None else norm(x)
+        return joined, self._mlp_read(joined, x)
+
+    def enter_mlp(self, x: Array) -> Array:
+        return self._mlp_read(x, x)
+
+    def _mlp_read(self, joined: Array, x: Array) -> Array:
+        """What the MLP reads of the residual after attention, or of the one before it."""
+        norm = self.mlp_norm
+        if self.cfg.parallel:
+            joined, norm = x, norm or self.attn_norm
+        return joined if norm is None else norm(joined)
 
     def mlp(self, read: Array) -> Array:
+        assert self.ffn is not None
         return self.ffn(read)
 
     def join_mlp(self, x: Array, total: Array) -> Array:

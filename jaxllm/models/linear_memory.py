@@ -64,7 +64,7 @@ def memory_chunks(
 
     def one(memory: Array, parts: tuple[Array | None, ...]) -> tuple[Array, Array]:
         own, read, seen, asked, written, kept = parts
-        assert kept is not None
+        assert own is not None and kept is not None
         d = own if read is None else own - product("...tk,...kv->...tv", read, memory)
         o = product("...tk,...kv->...tv", asked, memory) + product("...ts,...sv->...tv", seen, d)
         memory = kept[..., None, None] * memory + product("...tk,...tv->...kv", written, d)

@@ -64,3 +64,48 @@ class DeltaNet:
 
 
 CHUNK = 64  # tokens that a delta net takes in at once
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Mamba 2: see `jaxllm.models.mamba2`. A group is some heads with the key and query that they
+    share, and with a norm of its own."""
+
+    groups: int
+    heads: int  # of a group
+    dim: int  # of a head's values
+    keys: int  # values of a key and of a query
+    kernel: int  # tokens that the convolution sees
+    normed: bool
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution, of a group: values, key and query."""
+        return self.heads * self.dim + 2 * self.keys
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The last inputs of the convolution, and each head's memory [key, value]."""
+        return (self.kernel - 1, self.channels), (self.heads, self.keys, self.dim)
+
+    @property
+    def work(self) -> int:
+        return 4 * self.channels + self.heads * (4 * self.dim + 2 * self.keys + 4 * CHUNK)
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution over groups of channels: see `jaxllm.models.short_conv`."""
+
+    groups: int
+    channels: int  # of a group
+    kernel: int
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The last inputs of the convolution."""
+        return ((self.kernel - 1, self.channels),)
+
+    @property
+    def work(self) -> int:
+        return 6 * self.channels
