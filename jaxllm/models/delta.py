@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.layers import Array, Norm, linear, param
+from jaxllm.models.layers import Array, Norm, linear, matrix, param
 from jaxllm.models.linear_memory import memory_chunks, memory_step
 from jaxllm.models.recurrent import DeltaNet
 from jaxllm.models.sections import tiled, together
@@ -43,13 +43,14 @@ class GatedDeltaNet(nnx.Module):
         rates = (together(0, 2 * r),) if net.joined else (values(0, 1), values(0, 1, tensor=1))
         sources = ("ssm_ba.weight",) if net.joined else ("ssm_beta.weight", "ssm_alpha.weight")
         make, wide = partial(param, form="sections"), (*axes, "embed")
-        self.inner = make(
+        project = partial(matrix, form="sections")
+        self.inner = project(
             (groups, net.channels, embed), wide, ("attn_qkv.weight",), dtype, sections=inner
         )
-        self.gate = make(
+        self.gate = project(
             (groups, r * dim, embed), wide, ("attn_gate.weight",), dtype, sections=(values(0, dim),)
         )
-        self.rates = make((groups, 2 * r, embed), wide, sources, dtype, sections=rates)
+        self.rates = project((groups, 2 * r, embed), wide, sources, dtype, sections=rates)
         self.taps = make(
             (groups, net.channels, net.kernel),
             (*axes, "tap"),
@@ -60,13 +61,12 @@ class GatedDeltaNet(nnx.Module):
         self.decay = make((groups, r), axes, ("ssm_a",), f32, sections=(values(0, 1),))
         self.bias = make((groups, r), axes, ("ssm_dt.bias",), f32, sections=(values(0, 1),))
         self.norm = Norm(dim, cfg.eps, "ssm_norm.weight", axis="head_dim")
-        self.out = param(
-            (embed, groups, r * dim),
-            ("embed", "state_group", "head_rows"),
-            ("ssm_out.weight",),
-            dtype,
-            form="section_columns",
-            sections=(values(0, dim),),
+        shape, axes = (embed, groups, r * dim), ("embed", "state_group", "head_rows")
+        source = ("ssm_out.weight",)
+        self.out = (
+            param(shape, axes, source, dtype, "section_columns", sections=(values(0, dim),))
+            if net.tiled
+            else matrix(shape, axes, source, dtype, "columns")
         )
         self.eps = cfg.eps
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.layers import Array, linear, normalise, param
+from jaxllm.models.layers import Array, linear, matrix, normalise, param
 from jaxllm.models.linear_memory import memory_chunks, memory_step
 from jaxllm.models.recurrent import Mamba2
 from jaxllm.models.sections import together
@@ -39,11 +39,12 @@ class Mamba2Mixer(nnx.Module):
 
         gate = together(0, net.dim, net.heads)
         step = together(2 * (inner + shared), 1, net.heads)
-        self.inner = make(
+        self.inner = matrix(
             (groups, net.channels + net.heads * (net.dim + 1), embed),
             (*axes, "embed"),
             ("ssm_in.weight",),
             dtype,
+            form="sections",
             sections=(gate, *channels(inner), step),
         )
         self.taps = make(
@@ -64,7 +65,7 @@ class Mamba2Mixer(nnx.Module):
         rows = net.heads * net.dim
         source = ("ssm_norm.weight",)
         self.norm = param((groups, rows), axes, source, f32) if net.normed else None
-        self.out = param(
+        self.out = matrix(
             (embed, groups, rows),
             ("embed", "state_group", "head_rows"),
             ("ssm_out.weight",),
@@ -93,13 +94,11 @@ class Mamba2Mixer(nnx.Module):
         g = step * self.decay[...][:, None, :, 0]
         written, skipped = v * step[..., None], v * self.skip[...][:, None]
         if tokens == 1:
-            one = (a[:, :, 0] for a in (q, k, written, g))
-            q, k, written, g = one
+            q, k, written, g = (a[:, :, 0] for a in (q, k, written, g))
             o, memory = memory_step(q, k, written, g, memory)
             o = o[:, :, None]
         else:
-            heads_first = (jnp.moveaxis(a, 2, 3) for a in (written, g))
-            written, g = heads_first
+            written, g = (jnp.moveaxis(a, 2, 3) for a in (written, g))
             o, memory = memory_chunks(q, k, written, g, memory)
             o = jnp.moveaxis(o, 3, 2)
         o = (o + skipped).reshape(z.shape) * jax.nn.silu(z)

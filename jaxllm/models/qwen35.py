@@ -27,7 +27,8 @@ def _configure(meta: Metadata, tensors: Tensors, pictures: bool) -> ModelConfig:
     net = _delta_net(meta, tensors, tiled=pictures)
     linear = _linear_layers(meta, len(layers))
     mixed = [_linear(own, net) if linear[i] else _gated(own, i) for i, own in enumerate(layers)]
-    return read_model(meta, tensors, mixed)
+    # Where both ways to store what a delta net reads are there, llama.cpp takes the newer.
+    return read_model(meta, tensors, mixed, unused=(".ssm_in.weight",))
 
 
 def _linear_layers(meta: Metadata, count: int) -> list[bool]:

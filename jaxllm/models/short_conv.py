@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.layers import Array, linear, param
+from jaxllm.models.layers import Array, linear, matrix, param
 from jaxllm.models.recurrent import ShortConv
 from jaxllm.models.sections import together
 
@@ -20,23 +18,25 @@ class ShortConvMixer(nnx.Module):
     def __init__(self, cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype):
         assert isinstance(cfg.recurrent, ShortConv)
         net = cfg.recurrent
-        axes, make = ("state_group", "head_rows"), partial(param, form="sections")
+        axes = "state_group", "head_rows"
         whole = net.groups * net.channels
-        self.inner = make(
+        self.inner = matrix(
             (groups, 3 * net.channels, embed),
             (*axes, "embed"),
             ("shortconv.in_proj.weight",),
             dtype,
+            form="sections",
             sections=tuple(together(i * whole, net.channels) for i in range(3)),
         )
-        self.taps = make(
+        self.taps = param(
             (groups, net.channels, net.kernel),
             (*axes, "tap"),
             ("shortconv.conv.weight",),
             jnp.dtype(jnp.float32),
+            form="sections",
             sections=(together(0, net.channels),),
         )
-        self.out = param(
+        self.out = matrix(
             (embed, groups, net.channels),
             ("embed", "state_group", "head_rows"),
             ("shortconv.out_proj.weight",),
