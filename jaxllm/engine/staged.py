@@ -209,9 +209,9 @@ class StagedEngine(Engine):
         for store in self.stores:
             store.adopt(source, row, length)
         self.floor[row] = length
-        if source != row:
+        if source != row and self.ends.stateful:
             at = np.int32(source), np.int32(row)
-            self.states = [copy_row(states, *at, axis=0) for states in self.states]
+            self.states = [copy_row(own, *at, axis=0) if own else own for own in self.states]
             self.ends.copy(source, row)
         self.trimmed |= {(row, window): first for window, first in trimmed.items()}
         self._trim(row, length)
@@ -309,8 +309,8 @@ class _Forward:
         for index, layer in enumerate(plan.layers):
             targets = holders if index == last else plan.layers[index + 1].devices
             if self.heads:
-                self._exchange(layer.attn_devices)
-                for device in layer.attn_devices:
+                self._exchange(layer.mixer_devices)
+                for device in layer.mixer_devices:
                     self._run(device, ("in",), None, index)
             if layer.attn_devices:
                 self._attend(layer.attn_devices, index)

@@ -119,6 +119,7 @@ def stage(
                 assert state is not None
                 mixed, state = run_recurrent(new, x, state, step)
             if not there.kv_heads:
+                heads, total = None, None
                 continue
             if heads is None or total is None:  # no other device has heads of this layer
                 heads = new.project(x)

@@ -43,6 +43,19 @@ def test_hybrid(name: str, shared: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen35-Q4_K", "qwen35-Q8_0"])
+def test_quantised_file(name: str, shared: Path):
+    """Heads that are apart in their tensors, and columns that end within a block."""
+    path = shared / "archs" / "quant" / f"{name}.gguf"
+    with np.load(path.with_suffix(".npz")) as file:
+        end = "_dequant_f32"
+        reference = {key.removesuffix(end): file[key] for key in file.files if key.endswith(end)}
+        reference["tokens"] = file["tokens"]
+    for engine in ("fused", "uneven"):
+        _check(_load(path, **ENGINES[engine]), reference)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fused", "uneven"])
 def test_ragged_batch(engine: str, shared: Path):
     """Rows of other lengths decode together; a row that takes no part keeps its state."""
