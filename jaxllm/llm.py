@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Integral
 from operator import index
 from os import PathLike
@@ -16,9 +17,9 @@ import numpy as np
 from jaxllm import hub, session
 from jaxllm.engine.base import Engine
 from jaxllm.engine.build import PlannedModel, build_engine
-from jaxllm.engine.fused import FusedEngine, empty_rings, pure_step
+from jaxllm.engine.fused import FusedEngine, empty_cache, pure_step
 from jaxllm.engine.generate import Request, generate, prefill
-from jaxllm.engine.prefixes import Rows
+from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import SamplingParams
 from jaxllm.engine.stopping import StopFilter
 from jaxllm.engine.warmup import warm_up
@@ -253,8 +254,24 @@ class LLM:
                     "first, without prefix_cache=False"
                 )
             row, held = latest
+            if self.config.stateful:
+                held = self._rewind(row, held)
             layers = self.engine.read_row(row, held.cached)
-            session.save(_path(path), self.config, session.Session(held, layers))
+            whole = session.Session(held, layers, self.engine.read_states(row))
+            session.save(_path(path), self.config, whole)
+
+    def _rewind(self, row: int, held: Held) -> Held:
+        """Let a row of a model with recurrent layers hold the longest part of its sequence that a
+        prompt may go on from: states are of one position alone, so it is computed anew."""
+        length = held.cached // self._rows.step * self._rows.step or held.cached
+        self._rows.forget(row)
+        self.engine.release(row)
+        for _ in prefill(self.engine, row, held.tokens[:length], self.plan.options.ubatch):
+            pass
+        self.engine.park(row)
+        held = replace(held, cached=length, prefilled=length)
+        self._rows.hold(row, held)
+        return held
 
     def load_session(self, path: str | PathLike[str]) -> list[int]:
         """Put the sequence of a file into a row, as if it had just finished there; returns its
@@ -263,7 +280,7 @@ class LLM:
             raise OptionError("a session needs prefix_cache=True to be of use; load the model so")
         found = session.load(_path(path), self.config, self.plan.options.ctx)
         with self._engine_to_itself(), self._spare_row(keep=True) as row:
-            self.engine.write_row(row, found.layers, found.held.cached)
+            self.engine.write_row(row, found.layers, found.held.cached, found.states)
             self.engine.park(row)
             self._rows.hold(row, found.held)
         return list(found.held.tokens)
@@ -287,7 +304,7 @@ class LLM:
         return StepFn(
             pure_step(engine.model, self.plan.options.ctx, self.plan.options.ubatch),
             engine.leaves,
-            empty_rings(self.plan, engine.model, where),
+            empty_cache(self.plan, engine.model, where),
         )
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, int | None]]:

@@ -141,6 +141,11 @@ def fit_config(
             raise OptionError(f"{name} is what a fit chooses; drop it, or drop the fit")
     if weights != "dequantised":
         raise OptionError(f"a fit does not count weights {weights!r}; drop them, or drop the fit")
+    if cfg.stateful:
+        raise OptionError(
+            f"a fit does not know the {len(cfg.stateful)} recurrent layers of {cfg.architecture}; "
+            "choose the split yourself (-sm, -ts, -as)"
+        )
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)

@@ -2,8 +2,9 @@
 
 A safetensors file. Tensors: `tokens` int32 [n] (the newest may have no cache yet), and `k.I` and
 `v.I` [K, S, row] of layer I, the model's own KV heads in order (a plan's copies of a head are
-stored once), rows byte for byte as the cache type stores them; bfloat16 as uint16. Its metadata
-says what the file fits: see `_facts`. A file is written whole or not at all.
+stored once), rows byte for byte as the cache type stores them; bfloat16 as uint16. A recurrent
+layer has `state.I.N` [groups, ...], its N-th array, float32. Its metadata says what the file fits:
+see `_facts`. A file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from safetensors.numpy import save_file
 from jaxllm.cache.types import CacheFormat
 from jaxllm.engine.prefixes import Held
 from jaxllm.engine.rows import LayerRow
+from jaxllm.engine.states import StateRow
 from jaxllm.errors import SessionError
 from jaxllm.models.config import LayerConfig, ModelConfig
 
@@ -36,6 +38,7 @@ class Session:
 
     held: Held
     layers: Sequence[LayerRow]
+    states: Sequence[StateRow] = ()
 
 
 def save(path: Path, cfg: ModelConfig, session: Session) -> None:
@@ -50,6 +53,9 @@ def save(path: Path, cfg: ModelConfig, session: Session) -> None:
     for index, (layer, row) in enumerate(zip(owners, session.layers, strict=True)):
         for name, side in (("k", row.k), ("v", row.v)):
             tensors[f"{name}.{index}"] = _plain(side[:: layer.kv_repeat])
+    for index, arrays in zip(cfg.stateful, session.states, strict=True):
+        for n, array in enumerate(arrays):
+            tensors[f"state.{index}.{n}"] = np.ascontiguousarray(array)
     facts = _facts(cfg) | {
         "cached": str(held.cached),
         "prefilled": str(held.prefilled),
@@ -89,6 +95,7 @@ def load(path: Path, cfg: ModelConfig, ctx: int) -> Session:
             for index, (layer, first) in enumerate(zip(owners, firsts, strict=True)):
                 k, v = (file.get_tensor(f"{side}.{index}") for side in "kv")
                 layers.append(_layer(layer, k, v, first, cached))
+            states = [_state(file, i, cfg.layers[i]) for i in cfg.stateful]
             tokens = file.get_tensor("tokens").tolist()
             held = Held(tokens, cached, int(facts["prefilled"]), ended=True)
     except OSError as error:
@@ -97,7 +104,7 @@ def load(path: Path, cfg: ModelConfig, ctx: int) -> Session:
         raise SessionError(f"{name} is damaged or no session of jaxllm; save it anew") from error
     if not 0 < cached <= len(tokens) or not 0 <= held.prefilled <= cached:
         raise SessionError(f"{name} is damaged: its numbers of tokens contradict each other")
-    return Session(held, layers)
+    return Session(held, layers, states)
 
 
 def _facts(cfg: ModelConfig) -> dict[str, str]:
@@ -163,6 +170,18 @@ def _layer(layer: LayerConfig, k: np.ndarray, v: np.ndarray, first: int, cached:
     if not 0 <= first <= oldest:
         raise ValueError("positions are missing")
     return LayerRow(sides[0], sides[1], first)
+
+
+def _state(file: Any, index: int, layer: LayerConfig) -> StateRow:
+    """A layer's recurrent state; a ValueError where it is not what the layer keeps."""
+    assert layer.recurrent is not None
+    shapes, found = layer.recurrent.state_shapes, []
+    for n, shape in enumerate(shapes):
+        array = file.get_tensor(f"state.{index}.{n}")
+        if array.shape != (layer.recurrent.groups, *shape) or array.dtype != np.float32:
+            raise ValueError("a tensor is not what the layer keeps")
+        found.append(array)
+    return tuple(found)
 
 
 def _stored(dtype: np.dtype) -> np.dtype:

@@ -31,6 +31,7 @@ class Axis:
 
 _DECLARED = (
     Axis("kv_group", "attn", "one KV head with the query heads that read it"),
+    Axis("state_group", "attn", "one head of a recurrent layer that has a state of its own"),
     Axis("mlp", "weight", "one hidden column of the MLP"),
     Axis("shared_mlp", "weight", "one hidden column of the MLP beside a mixture of experts"),
     Axis("vocab", "weight", "one row of the embedding or output table"),
@@ -40,6 +41,7 @@ _DECLARED = (
     Axis("latent", "none", "one channel of a vector that all heads share"),
     Axis("expert", "none", "one MLP of a mixture, every device holding its own columns of it"),
     Axis("pair", "none", "which of the tensors joined into one (gate and up, for example)"),
+    Axis("tap", "none", "one token that a short convolution sees"),
     Axis("rope", "none", "one rotary frequency"),
     Axis("position", "none", "one learned position"),
 )

@@ -84,7 +84,8 @@ class Plan:
 
     def parts(self, axis_name: str, layer: int | None, device: int) -> tuple[int, int] | None:
         """The range of an axis that a device holds, in units of that axis, or None where the axis
-        is replicated: virtual KV groups, MLP columns, vocabulary rows.
+        is replicated: virtual KV groups, groups of a recurrent state, MLP columns, vocabulary
+        rows.
 
         Raises:
             PlanError: for an undeclared axis and for a layer or device that does not exist.
@@ -99,7 +100,12 @@ class Plan:
         if axis_name == "vocab":
             return self.vocab
         own = self.layers[self._layer(layer)]
-        return {"kv_group": own.groups, "mlp": own.mlp, "shared_mlp": own.shared_mlp}[axis_name]
+        return {
+            "kv_group": own.groups,
+            "state_group": own.states,
+            "mlp": own.mlp,
+            "shared_mlp": own.shared_mlp,
+        }[axis_name]
 
     def holds(self, tensor: TensorShape, device: int) -> bool:
         """Whether a device needs a tensor at all.
@@ -229,8 +235,9 @@ class Plan:
         if axis_name == "vocab":
             return self.model.vocab
         index = self._layer(layer)
-        if axis_name in ("mlp", "shared_mlp"):
-            return getattr(self.model.layers[index], axis_name)
+        if axis_name != "kv_group":
+            name = "states" if axis_name == "state_group" else axis_name
+            return getattr(self.model.layers[index], name)
         return self.model.layers[index].kv_heads * self.layers[index].replication
 
 
@@ -277,8 +284,8 @@ def _used(layers: Sequence[LayerPlan], vocab: Ranges) -> tuple[int, ...]:
 
 
 def _equal(layers: Sequence[LayerPlan], vocab: Ranges) -> bool:
-    own = [(layer.groups, layer.mlp, layer.shared_mlp) for layer in layers]
-    cuts = [vocab, *(ranges for three in own for ranges in three)]
+    own = [(layer.groups, layer.states, layer.mlp, layer.shared_mlp) for layer in layers]
+    cuts = [vocab, *(ranges for four in own for ranges in four)]
     return all(len({stop - start for start, stop in ranges}) == 1 for ranges in cuts)
 
 

@@ -58,6 +58,11 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
                 info.label,
                 str(taking_part),
                 _spread(_counts([layer.groups for layer in own], device)),
+                *(
+                    [_spread(_counts([layer.states for layer in own], device))]
+                    if _recurrent(plan)
+                    else []
+                ),
                 _spread(_counts([layer.mlp for layer in own], device)),
                 str(stop - start),
                 format_bytes(plan.weight_bytes(device)) if plan.tensors else "-",
@@ -77,8 +82,14 @@ def _budget(plan: Plan) -> bool:
     return options.kv_gpu_layers is not None or options.kv_device_bytes is not None
 
 
+def _recurrent(plan: Plan) -> bool:
+    return any(shape.states for shape in plan.model.layers)
+
+
 def _header(plan: Plan) -> tuple[str, ...]:
-    return _HEADER + (_BUDGET_HEADER if _budget(plan) else ())
+    at = _HEADER.index("MLP columns")
+    states = ("state groups",) if _recurrent(plan) else ()
+    return _HEADER[:at] + states + _HEADER[at:] + (_BUDGET_HEADER if _budget(plan) else ())
 
 
 def _title(plan: Plan) -> str:

@@ -23,6 +23,9 @@ class LayerShape:
     how many MLPs of `mlp` columns a mixture has, of which a token goes through `experts_used`; 0
     for a dense layer. `shared_mlp` is how many columns the MLP has that every token goes through
     beside the mixture. `k_only` says that V is a part of K, so that only K is stored.
+    `states` is how many groups of a recurrent state a layer keeps, 0 for none: they are cut by the
+    attention share as KV groups are, take `state_bytes` each in a slot, and `state_work` bytes each
+    for a token of a chunk while the layer runs. They have no pages.
     """
 
     kv_heads: int
@@ -40,9 +43,13 @@ class LayerShape:
     experts_used: int = 0
     shared_mlp: int = 0
     k_only: bool = False
+    states: int = 0
+    state_bytes: int = 0
+    state_work: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("kv_heads", "mlp", "experts", "experts_used", "shared_mlp"):
+        counts = "kv_heads", "mlp", "experts", "experts_used", "shared_mlp"
+        for name in (*counts, "states", "state_bytes", "state_work"):
             _at_least(self, name, 0)
         for name in ("q_per_kv", "k_dim", "v_dim", "mlp_block", "o_block"):
             _at_least(self, name, 1)

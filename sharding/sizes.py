@@ -38,10 +38,13 @@ def page_bytes(plan: Plan, layer: int, device: int) -> int:
 
 
 def cache_bytes(plan: Plan, device: int) -> dict[str, int]:
-    """Of the device's cache when all slots are full, by place."""
+    """Of the device's cache when all slots are full, by place; recurrent states count as cache on
+    the device."""
     options = plan.options
     place = {"device": 0, "host": 0}
     for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
+        state = _count(plan, layer.states, device) * shape.state_bytes
+        place["device"] += options.slots * state
         if not shape.owns_cache:
             continue
         position = _count(plan, layer.groups, device) * position_bytes(shape, options)
@@ -105,6 +108,9 @@ def compute_bytes(plan: Plan, device: int) -> int:
             _count(plan, ranges, device) for ranges in (layer.groups, layer.mlp, layer.shared_mlp)
         )
         handed_on, attention, mlp = layer_compute(plan, index, groups, columns, shared)
+        states = _count(plan, layer.states, device)
+        # A state is copied while a step changes it.
+        attention += states * (tokens * shape.state_work + 2 * options.slots * shape.state_bytes)
         if plan.engine == "staged" and len(layer.devices) == 1:
             mlp += 2 * handed_on  # one program, from this layer's queries to the next one's
         if plan.engine == "fused" and shape.experts:

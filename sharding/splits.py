@@ -24,14 +24,15 @@ Ranges = tuple[Range, ...]
 class LayerPlan:
     """How one layer is cut.
 
-    `devices` hold any part of it; `groups`, `mlp` and `shared_mlp` have one range a device of the
-    mesh, of virtual KV groups, of MLP columns and of those of an MLP beside a mixture. Each KV head
-    is stored `replication` times, as that many virtual groups with q_per_kv // replication query
-    heads each.
+    `devices` hold any part of it; `groups`, `states`, `mlp` and `shared_mlp` have one range a
+    device of the mesh, of virtual KV groups, of groups of a recurrent state, of MLP columns and of
+    those of an MLP beside a mixture. Each KV head is stored `replication` times, as that many
+    virtual groups with q_per_kv // replication query heads each.
     """
 
     devices: tuple[int, ...]
     groups: Ranges
+    states: Ranges
     mlp: Ranges
     shared_mlp: Ranges
     replication: int = 1
@@ -40,6 +41,16 @@ class LayerPlan:
     def attn_devices(self) -> tuple[int, ...]:
         """Devices with attention work."""
         return holders(self.groups)
+
+    @property
+    def state_devices(self) -> tuple[int, ...]:
+        """Devices with a part of a recurrent state."""
+        return holders(self.states)
+
+    @property
+    def mixer_devices(self) -> tuple[int, ...]:
+        """Devices with work on other tokens: attention or a recurrent state."""
+        return tuple(sorted({*self.attn_devices, *self.state_devices}))
 
     @property
     def mlp_devices(self) -> tuple[int, ...]:
@@ -99,6 +110,7 @@ def split_tensor(
     weight, attn = shares_of(mesh, options)
     repeat = replications(model, mesh, options)
     groups = _cut_attention(model, options, attn, repeat)
+    states = _cut_states(model, options, attn)
     layers, with_mlp = [], 0
     for index, layer in enumerate(model.layers):
         own = ranges_of(groups[model.cache_owner(index)])
@@ -108,8 +120,9 @@ def split_tensor(
             for n in (layer.mlp, layer.shared_mlp)
         )
         with_mlp += layer.mlp > 0
-        devices = tuple(sorted({*holders(own), *holders(mlp), *holders(shared)}))
-        layers.append(LayerPlan(devices, own, mlp, shared, repeat[index]))
+        four = own, ranges_of(states[index]), mlp, shared
+        devices = tuple(sorted({device for ranges in four for device in holders(ranges)}))
+        layers.append(LayerPlan(devices, *four, repeat[index]))
     return tuple(layers), ranges_of(apportion(model.vocab, weight))
 
 
@@ -126,9 +139,7 @@ def _cut_attention(
 ) -> list[tuple[int, ...]]:
     units = [layer.kv_heads * r for layer, r in zip(model.layers, repeat, strict=True)]
     if options.rounding == "nearest":
-        if options.dither:
-            return apportion_dithered(units, shares)
-        return [apportion(n, shares) for n in units]
+        return _nearest(units, options, shares)
     cuts, earlier = [], 0
     for layer, n, r in zip(model.layers, units, repeat, strict=True):
         cuts.append(
@@ -144,6 +155,21 @@ def _cut_attention(
         )
         earlier += n > 0
     return cuts
+
+
+def _cut_states(
+    model: ModelShape, options: PlanOptions, shares: tuple[float, ...]
+) -> list[tuple[int, ...]]:
+    """Groups of recurrent states a device and layer, to the nearest under every rounding."""
+    return _nearest([layer.states for layer in model.layers], options, shares)
+
+
+def _nearest(
+    units: list[int], options: PlanOptions, shares: tuple[float, ...]
+) -> list[tuple[int, ...]]:
+    if options.dither:
+        return apportion_dithered(units, shares)
+    return [apportion(n, shares) for n in units]
 
 
 def split_layers(
@@ -174,9 +200,9 @@ def split_layers(
 
 
 def _whole(layer: LayerShape, device: int, devices: int) -> LayerPlan:
-    sizes = layer.kv_heads, layer.mlp, layer.shared_mlp
-    groups, mlp, shared = (_all_on(device, devices, n) for n in sizes)
-    return LayerPlan((device,), groups, mlp, shared)
+    sizes = layer.kv_heads, layer.states, layer.mlp, layer.shared_mlp
+    groups, states, mlp, shared = (_all_on(device, devices, n) for n in sizes)
+    return LayerPlan((device,), groups, states, mlp, shared)
 
 
 def _layer_shares(mesh: Mesh, options: PlanOptions) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxllm.engine.local import Top
 from jaxllm.engine.rows import LayerRow
+from jaxllm.engine.states import StateEnds, StateRow
 from jaxllm.models.layers import Array
 from sharding import DoesNotFit, Plan
 from sharding.memory import free_frames, memory_of
@@ -32,13 +33,16 @@ class Engine(ABC):
 
     plan: Plan
     runs_ahead: bool = False  # whether `greedy` is worth starting before its tokens are known
+    ends: StateEnds
     at_work: int | None = None  # the device that a program was last given to, where that is known
 
     @abstractmethod
-    def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Hidden:
+    def forward(
+        self, tokens: np.ndarray, row: int, starts: np.ndarray, used: int | None = None
+    ) -> Hidden:
         """tokens int32 [N, T] at positions starts[n] .. starts[n] + T of rows row .. row + N.
-        Tokens past a row's end are padding; of several rows, one with start -1 takes no part and
-        keeps its cache. Returns the hidden states for `logits`."""
+        Tokens past the first `used` are padding; of several rows, one with start -1 takes no part
+        and keeps its cache. Returns the hidden states for `logits`."""
 
     @abstractmethod
     def logits(self, hidden: Hidden, at: np.ndarray, top: int) -> Logits:
@@ -77,7 +81,12 @@ class Engine(ABC):
     @abstractmethod
     def holds(self, row: int, length: int) -> bool:
         """Whether a row still has all that the query at position `length` sees; it had as many
-        positions at least."""
+        positions at least. A recurrent state is that of the row's end alone."""
+
+    def ends_at(self, row: int, length: int) -> bool:
+        """Whether a row's recurrent states, where the model has any, are those after `length`
+        positions."""
+        return self.ends.at(row, length)
 
     @abstractmethod
     def reuse(self, source: int, row: int, length: int) -> None:
@@ -90,8 +99,14 @@ class Engine(ABC):
         their order: all positions, or with a window those that the row still has."""
 
     @abstractmethod
-    def write_row(self, row: int, layers: Sequence[LayerRow], length: int) -> None:
-        """Let a row hold what `read_row` told, under this or another plan."""
+    def read_states(self, row: int) -> list[StateRow]:
+        """The recurrent states of a row, all groups of the model in their order."""
+
+    @abstractmethod
+    def write_row(
+        self, row: int, layers: Sequence[LayerRow], length: int, states: Sequence[StateRow] = ()
+    ) -> None:
+        """Let a row hold what `read_row` and `read_states` told, under this or another plan."""
 
     @abstractmethod
     def weights(self) -> list[Array]:

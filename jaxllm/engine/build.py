@@ -30,6 +30,7 @@ from jaxllm.models.weights import (
 from sharding import DoesNotFit, Mesh, Plan, PlanOptions, make_plan, replications, rotates
 from sharding.links import Place, host_place
 from sharding.memory import free_frames, memory_of
+from sharding.splits import LayerPlan, Ranges
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PlannedModel:
             self.block,
             self.whole.cfg,
             [_count(layer.groups[device]) for layer in layers],
-            [Columns(_count(p.mlp[device]), _count(p.shared_mlp[device])) for p in layers],
+            [Columns(*(_count(r[device]) for r in _columns(layer))) for layer in layers],
             stop - start,
             self.dtype,
             self.kinds,
@@ -64,14 +65,16 @@ class PlannedModel:
             self.block,
             self.whole.cfg,
             [max(map(_count, layer.groups)) for layer in layers],
-            [
-                Columns(max(map(_count, layer.mlp)), max(map(_count, layer.shared_mlp)))
-                for layer in layers
-            ],
+            [Columns(*(max(map(_count, r)) for r in _columns(layer))) for layer in layers],
             max(map(_count, self.plan.vocab)),
             self.dtype,
             self.kinds,
         )
+
+
+def _columns(layer: LayerPlan) -> tuple[Ranges, ...]:
+    """The ranges of a layer in the order of `Columns`."""
+    return layer.mlp, layer.shared_mlp, layer.states
 
 
 def _count(part: tuple[int, int]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxllm.cache.attention import Ring, attend_ring, attend_span, decode_spans, empty_ring
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import (
+    State,
     Step,
     Top,
     begin_attention,
     end_attention,
     head_logits,
     pack_step,
+    run_recurrent,
     unpack_step,
 )
 from jaxllm.engine.rows import (
@@ -37,48 +39,67 @@ from jaxllm.engine.rows import (
     stack_heads,
     take_row,
 )
+from jaxllm.engine.states import StateEnds, StateRow, empty_state
 from jaxllm.errors import OptionError
 from jaxllm.models.block import BlockDef
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
 from jaxllm.runtime import DEVICE_LOOPS
 from sharding import Plan, ring_positions
+from sharding.splits import Ranges
 
 AXIS = "devices"
+
+
+class Cache(NamedTuple):
+    """What the rows hold: rings of the layers with a KV cache, states of those with a state."""
+
+    rings: tuple[Ring, ...]
+    states: tuple[State, ...]
 
 
 def forward(
     model: LocalModel,
     leaves: Leaves,
-    rings: tuple[Ring, ...],
+    cache: Cache,
     step: Step,
     total: Callable[[Array], Array],
     span: int | None = None,
-) -> tuple[Array, tuple[Ring, ...]]:
-    """One step over all layers: the hidden states [N, T, D] before the head, and the new rings.
+) -> tuple[Array, Cache]:
+    """One step over all layers: the hidden states [N, T, D] before the head, and the new cache.
 
     With a span rows have one token, and attention reads that many slots of a ring at once.
     """
     ends = model.ends.bind(leaves.ends)
     x = total(ends.embed(step.tokens, step.positions, leaves.vocab))
-    held: dict[int, Ring] = dict(zip(model.cfg.cached, rings, strict=True))
+    rings: dict[int, Ring] = dict(zip(model.cfg.cached, cache.rings, strict=True))
+    states: dict[int, State] = dict(zip(model.cfg.stateful, cache.states, strict=True))
     for index, (definition, cfg, values, owner) in enumerate(
         zip(model.blocks, model.cfg.layers, leaves.layers, model.cfg.owners, strict=True)
     ):
-        block = definition.bind(values)
-        heads = block.project(x)
-        squares = block.head_squares(heads)
-        squares = None if squares is None else total(squares)
-        own = held[index] if cfg.owns_cache else None
-        q, carry, own = begin_attention(block, cfg, heads, squares, own, step)
-        held |= {} if own is None else {index: own}
-        if span is None:
-            carry = attend_ring(cfg, carry, q, held[owner], step.row, step.positions)
+        block, parts = definition.bind(values), []
+        if cfg.recurrent is not None:
+            partial, states[index] = run_recurrent(block, x, states[index], step)
+            parts.append(partial)
+        if cfg.kv_heads:
+            heads = block.project(x)
+            squares = block.head_squares(heads)
+            squares = None if squares is None else total(squares)
+            own = rings[index] if cfg.owns_cache else None
+            q, carry, own = begin_attention(block, cfg, heads, squares, own, step)
+            rings |= {} if own is None else {index: own}
+            if span is None:
+                carry = attend_ring(cfg, carry, q, rings[owner], step.row, step.positions)
+            else:
+                carry = attend_span(cfg, carry, q, rings[owner], step.row, step.positions, span)
+            parts.append(end_attention(block, cfg, carry, x))
+        if parts:
+            x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
         else:
-            carry = attend_span(cfg, carry, q, held[owner], step.row, step.positions, span)
-        x, read = block.join_attention(x, total(end_attention(block, cfg, carry, x)))
-        x = block.join_mlp(x, total(block.mlp(read)))
-    return x, tuple(held.values())
+            read = block.enter_mlp(x)
+        if cfg.mlp:
+            x = block.join_mlp(x, total(block.mlp(read)))
+    return x, Cache(tuple(rings.values()), tuple(states.values()))
 
 
 def _per_device(mesh: JaxMesh | None, local: Callable, sharded: int, whole: int) -> Callable:
@@ -107,45 +128,42 @@ def _total(mesh: JaxMesh | None) -> Callable[[Array], Array]:
 @partial(
     jax.jit,
     static_argnames=("model", "mesh", "span"),
-    donate_argnames=("rings",),
+    donate_argnames=("cache",),
     compiler_options=DEVICE_LOOPS,
 )
 def _forward(
     leaves: Leaves,
-    rings: tuple[Ring, ...],
+    cache: Cache,
     packed: Array,
     *,
     model: LocalModel,
     mesh: JaxMesh | None,
     span: int | None,
-) -> tuple[Array, tuple[Ring, ...]]:
-    def local(
-        leaves: Leaves, rings: tuple[Ring, ...], packed: Array
-    ) -> tuple[Array, tuple[Ring, ...]]:
-        return forward(model, leaves, rings, unpack_step(packed), _total(mesh), span)
+) -> tuple[Array, Cache]:
+    def local(leaves: Leaves, cache: Cache, packed: Array) -> tuple[Array, Cache]:
+        return forward(model, leaves, cache, unpack_step(packed), _total(mesh), span)
 
-    return _per_device(mesh, local, 2, 1)(leaves, rings, packed)
+    return _per_device(mesh, local, 2, 1)(leaves, cache, packed)
 
 
-@partial(jax.jit, static_argnames=("model", "mesh", "span"), donate_argnames=("rings",))
+@partial(jax.jit, static_argnames=("model", "mesh", "span"), donate_argnames=("cache",))
 def _greedy(
     leaves: Leaves,
-    rings: tuple[Ring, ...],
+    cache: Cache,
     tokens: Array,
     starts: Array,
     *,
     model: LocalModel,
     mesh: JaxMesh | None,
     span: int | None,
-) -> tuple[Array, tuple[Ring, ...]]:
-    """A step of one token a row, head included: the likeliest tokens [N], and the new rings."""
+) -> tuple[Array, Cache]:
+    """A step of one token a row, head included: the likeliest tokens [N], and the new cache."""
 
-    def local(
-        leaves: Leaves, rings: tuple[Ring, ...], tokens: Array, starts: Array
-    ) -> tuple[Array, tuple[Ring, ...]]:
+    def local(leaves: Leaves, cache: Cache, tokens: Array, starts: Array) -> tuple[Array, Cache]:
         zeros = jnp.zeros_like(starts)
-        step = Step(tokens[:, None], zeros[0], starts, zeros)
-        x, rings = forward(model, leaves, rings, step, _total(mesh), span)
+        counts = (starts >= 0).astype(jnp.int32)
+        step = Step(tokens[:, None], zeros[0], starts, zeros, counts)
+        x, cache = forward(model, leaves, cache, step, _total(mesh), span)
         at = zeros[:, None]
         best = head_logits(model.ends.bind(leaves.ends), x, at, leaves.vocab, top=1)
         assert isinstance(best, Top)
@@ -153,12 +171,12 @@ def _greedy(
         if mesh is not None:  # the first of equal devices has the lower ids
             values, ids = (jax.lax.all_gather(a, AXIS) for a in (values, ids))
             ids = jnp.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]
-        return ids, rings
+        return ids, cache
 
-    ids, rings = _per_device(mesh, local, 2, 2)(leaves, rings, tokens, starts)
+    ids, cache = _per_device(mesh, local, 2, 2)(leaves, cache, tokens, starts)
     if mesh is not None:
         ids = jax.lax.with_sharding_constraint(ids[0], _same(mesh))
-    return ids, rings
+    return ids, cache
 
 
 @partial(jax.jit, static_argnames=("ends", "top", "mesh"))
@@ -178,29 +196,27 @@ def _head(
     return _per_device(mesh, local, 3, 1)(leaves, vocab, x, at)
 
 
-def pure_step(
-    model: LocalModel, ctx: int, ubatch: int
-) -> Callable[..., tuple[Array, tuple[Ring, ...]]]:
-    """fn(leaves, rings, tokens [B, T], starts [B]) -> (logits [B, T, V], rings), for one device.
+def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[Array, Cache]]:
+    """fn(leaves, cache, tokens [B, T], starts [B]) -> (logits [B, T, V], cache), for one device.
 
     Positions are known only when the program runs: rows that would leave the context, or reach
     across a multiple of `ubatch` (where a ring may end), get logits that are no numbers, as do rows
     with a token outside the vocabulary.
     """
 
-    def step(
-        leaves: Leaves, rings: tuple[Ring, ...], tokens: Array, starts: Array
-    ) -> tuple[Array, tuple[Ring, ...]]:
+    def step(leaves: Leaves, cache: Cache, tokens: Array, starts: Array) -> tuple[Array, Cache]:
         count = tokens.shape[1]
         if count > ubatch:
             raise OptionError(f"a step of {count} tokens is longer than ubatch {ubatch}; cut it")
-        zeros = jnp.zeros((len(tokens), 1), jnp.int32)
-        packed = jnp.concatenate([tokens, zeros, starts[:, None], zeros], axis=1, dtype=jnp.int32)
-        x, rings = forward(model, leaves, rings, unpack_step(packed), lambda x: x)
+        starts = starts.astype(jnp.int32)
+        zeros = jnp.zeros_like(starts)
         written = (starts >= 0) & (starts + count <= ctx) & (starts % ubatch + count <= ubatch)
+        counts = jnp.where(written, count, 0)
+        own = Step(tokens.astype(jnp.int32), zeros[0], starts, zeros, counts)
+        x, cache = forward(model, leaves, cache, own, lambda x: x)
         known = ((tokens >= 0) & (tokens < model.cfg.vocab)).all(axis=1)
         logits = model.ends.bind(leaves.ends).logits(x)
-        return jnp.where((written & known)[:, None, None], logits, jnp.nan), rings
+        return jnp.where((written & known)[:, None, None], logits, jnp.nan), cache
 
     return step
 
@@ -217,7 +233,8 @@ class FusedEngine(Engine):
         self.plan, self.model, self.leaves = plan, model, leaves
         self.mesh = where if isinstance(where, JaxMesh) else None
         self.where = where
-        self.rings = empty_rings(plan, model, where)
+        self.cache = empty_cache(plan, model, where)
+        self.ends = StateEnds(plan.options.slots, bool(model.cfg.stateful))
         self.row_axis = 0 if self.mesh is None else 1
         first = where.devices.flat[0] if isinstance(where, JaxMesh) else where
         self.same = SingleDeviceSharding(first) if self.mesh is None else _same(self.mesh)
@@ -232,16 +249,19 @@ class FusedEngine(Engine):
         }
 
     def recover(self) -> bool:
-        lost = any(part.is_deleted() for ring in self.rings for part in ring)
+        lost = any(part.is_deleted() for part in jax.tree.leaves(self.cache))
         if lost:  # donated to what failed
-            self.rings = empty_rings(self.plan, self.model, self.where)
+            self.cache = empty_cache(self.plan, self.model, self.where)
         return lost
 
-    def _write(self, row: int, starts: np.ndarray, chunk: int) -> int | None:
+    def _write(
+        self, row: int, starts: np.ndarray, chunk: int, used: int | None = None
+    ) -> int | None:
         """Note what a step writes; the span of slots that it reads, None to read them in turn."""
         ends = np.where(starts < 0, 0, starts + chunk)
         own = slice(row, row + len(starts))
         self.written[own] = np.maximum(self.written[own], ends)
+        self.ends.advance(row, starts, chunk if used is None else used)
         if chunk > 1 or not self.spans:
             return None
         return next(span for span in self.spans if span >= ends.max())
@@ -251,9 +271,9 @@ class FusedEngine(Engine):
         span = self._write(0, starts, 1)
         if isinstance(tokens, np.ndarray):
             tokens = jax.device_put(tokens.astype(np.int32), self.same)
-        ids, self.rings = _greedy(
+        ids, self.cache = _greedy(
             self.leaves,
-            self.rings,
+            self.cache,
             tokens,
             starts.astype(np.int32),
             model=self.model,
@@ -270,12 +290,14 @@ class FusedEngine(Engine):
         yield from (span - 1 for span in self.spans) if chunk == 1 and self.spans else (0,)
 
     @frees_on_failure
-    def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> Array:
-        span = self._write(row, starts, tokens.shape[1])
-        packed = pack_step(tokens, row, starts, np.zeros_like(starts))
-        x, self.rings = _forward(
+    def forward(
+        self, tokens: np.ndarray, row: int, starts: np.ndarray, used: int | None = None
+    ) -> Array:
+        span = self._write(row, starts, tokens.shape[1], used)
+        packed = pack_step(tokens, row, starts, np.zeros_like(starts), used)
+        x, self.cache = _forward(
             self.leaves,
-            self.rings,
+            self.cache,
             packed,
             model=self.model,
             mesh=self.mesh,
@@ -312,11 +334,12 @@ class FusedEngine(Engine):
 
     def release(self, row: int) -> None:
         self.written[row] = 0
+        self.ends.set(row, 0)
         for window in self.capacities:
             self.since.pop((row, window), None)
 
     def holds(self, row: int, length: int) -> bool:
-        return all(
+        return self.ends_at(row, length) and all(
             self._first(row, window) <= max(0, length - window + 1) for window in self.capacities
         )
 
@@ -332,14 +355,15 @@ class FusedEngine(Engine):
             return
         self.release(row)
         axis = self.row_axis
-        self.rings = copy_row(self.rings, np.int32(source), np.int32(row), axis=axis)
+        self.cache = copy_row(self.cache, np.int32(source), np.int32(row), axis=axis)
+        self.ends.copy(source, row)
         self.written[row] = self.written[source]
         for window in self.capacities:
             self.since[row, window] = self.since.get((source, window), 0)
 
     def read_row(self, row: int, length: int) -> list[LayerRow]:
         found = []
-        for index, ring in zip(self.model.cfg.cached, self.rings, strict=True):
+        for index, ring in zip(self.model.cfg.cached, self.cache.rings, strict=True):
             cfg, layer = self.model.cfg.layers[index], self.plan.layers[index]
             own = [np.asarray(a) for a in take_row(ring, np.int32(row), axis=self.row_axis)]
             if self.mesh is not None:
@@ -348,24 +372,44 @@ class FusedEngine(Engine):
             found.append(of_ring(own, first, length))
         return found
 
-    def write_row(self, row: int, layers: Sequence[LayerRow], length: int) -> None:
-        self.release(row)
-        for at, (index, given) in enumerate(zip(self.model.cfg.cached, layers, strict=True)):
-            ring, window = self.rings[at], self.model.cfg.layers[index].window
-            new: Any = given.ring(ring.k.shape[-2])
+    def read_states(self, row: int) -> list[StateRow]:
+        found = []
+        for index, state in zip(self.model.cfg.stateful, self.cache.states, strict=True):
+            own = [np.asarray(a) for a in take_row(state, np.int32(row), axis=self.row_axis)]
             if self.mesh is not None:
-                own = self.plan.layers[index].groups
-                split = NamedSharding(self.mesh, PartitionSpec(AXIS))
-                new = tuple(jax.device_put(stack_heads(a, own), split) for a in new)
-            ring = put_row(ring, new, np.int32(row), axis=self.row_axis)
-            self.rings = (*self.rings[:at], ring, *self.rings[at + 1 :])
+                own = [join_heads(list(a), self.plan.layers[index].states) for a in own]
+            found.append(tuple(own))
+        return found
+
+    def write_row(
+        self, row: int, layers: Sequence[LayerRow], length: int, states: Sequence[StateRow] = ()
+    ) -> None:
+        self.release(row)
+        rings, cfg = list(self.cache.rings), self.model.cfg
+        for at, (index, given) in enumerate(zip(cfg.cached, layers, strict=True)):
+            ring, window = rings[at], cfg.layers[index].window
+            new = self._spread(given.ring(ring.k.shape[-2]), self.plan.layers[index].groups)
+            rings[at] = put_row(ring, new, np.int32(row), axis=self.row_axis)
             if window is not None:
                 self.since[row, window] = max(self.since.get((row, window), 0), given.first)
+        own = list(self.cache.states)
+        for at, (index, given) in enumerate(zip(cfg.stateful, states, strict=True)):
+            new = self._spread(given, self.plan.layers[index].states)
+            own[at] = put_row(own[at], new, np.int32(row), axis=self.row_axis)
+        self.cache = Cache(tuple(rings), tuple(own))
         self.written[row] = length
+        self.ends.set(row, length)
+
+    def _spread(self, whole: StateRow, ranges: Ranges) -> tuple[Any, ...]:
+        """Arrays of all heads of a layer as the devices have them."""
+        if self.mesh is None:
+            return whole
+        split = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        return tuple(jax.device_put(stack_heads(a, ranges), split) for a in whole)
 
 
-def empty_rings(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> tuple[Ring, ...]:
-    """Zeroed rings of layers with a cache; on a mesh one slice a device along a leading axis."""
+def empty_cache(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> Cache:
+    """Zeroed rings and states; on a mesh one slice a device along a leading axis."""
     options = plan.options
     lead, sharding = (), None
     if isinstance(where, JaxMesh):
@@ -377,4 +421,8 @@ def empty_rings(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> tuple
         layer, heads = model.cfg.layers[index], model.kv_heads[index]
         capacity = ring_positions("fused", options, layer.window)
         rings.append(empty_ring(layer, (*lead, options.slots, heads, capacity), sharding))
-    return tuple(rings)
+    states = tuple(
+        empty_state(model.cfg.layers[i], (*lead, options.slots, model.states[i]), sharding)
+        for i in model.cfg.stateful
+    )
+    return Cache(tuple(rings), states)

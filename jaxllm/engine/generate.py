@@ -58,7 +58,7 @@ def prefill(
         padded = np.zeros((1, size), np.int32)
         padded[0, :used] = tokens[at : at + used]
         with interrupts.kept():
-            hidden = engine.forward(padded, row, np.asarray([at], np.int32))
+            hidden = engine.forward(padded, row, np.asarray([at], np.int32), used)
             engine.settle(row, np.asarray([at + used]))
         yield hidden, used, size
 

@@ -6,11 +6,12 @@ the staged engine each in programs of its own. Sums over devices lie between the
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxllm.cache.attention import (
     Carry,
@@ -30,13 +31,15 @@ class Step(NamedTuple):
     """What one step is about: rows row .. row + N, T tokens each.
 
     tokens [N, T]; row []; starts [N] the position of each row's first token; floor [N] where the
-    positions that a ring holds begin (zero but for tails). All int32.
+    positions that a ring holds begin (zero but for tails); counts [N] how many of each row's tokens
+    are real, none of a row that takes no part. All int32.
     """
 
     tokens: Array
     row: Array
     starts: Array
     floor: Array
+    counts: Array
 
     @property
     def positions(self) -> Array:
@@ -44,16 +47,20 @@ class Step(NamedTuple):
         return self.starts[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
 
 
-def pack_step(tokens: np.ndarray, row: int, starts: np.ndarray, floor: np.ndarray) -> np.ndarray:
-    """A step as one int32 array [N, T + 3]: one copy a device and step."""
+def pack_step(
+    tokens: np.ndarray, row: int, starts: np.ndarray, floor: np.ndarray, used: int | None = None
+) -> np.ndarray:
+    """A step as one int32 array [N, T + 4]: one copy a device and step; `used` of the T tokens are
+    real, or all."""
     rows = np.full((len(tokens), 1), row)
-    columns = [tokens, rows, starts[:, None], floor[:, None]]
+    counts = np.where(starts < 0, 0, tokens.shape[1] if used is None else used)
+    columns = [tokens, rows, starts[:, None], floor[:, None], counts[:, None]]
     return np.concatenate(columns, axis=1, dtype=np.int32, casting="unsafe")
 
 
 def unpack_step(packed: Array) -> Step:
     """The inverse of `pack_step`, inside a trace."""
-    return Step(packed[:, :-3], packed[0, -3], packed[:, -2], packed[:, -1])
+    return Step(packed[:, :-4], packed[0, -4], packed[:, -3], packed[:, -2], packed[:, -1])
 
 
 def begin_attention(
@@ -85,6 +92,25 @@ def end_attention(block: Block, cfg: LayerConfig, carry: Carry, x: Array) -> Arr
         return block.after_attention(finish(carry, x.dtype), x)
     turned = finish(carry, jnp.dtype(jnp.float32))
     return block.after_attention(rotate(turned).astype(x.dtype), x)
+
+
+State: TypeAlias = tuple[Array, ...]  # [rows, own groups, ...] each
+
+
+def run_recurrent(block: Block, x: Array, state: State, step: Step) -> tuple[Array, State]:
+    """This device's partial [N, T, D] of a layer's recurrent mixer, and its state of all rows after
+    the step. A row at position zero begins with zeros; one without real tokens keeps its state."""
+
+    def wide(rows: Array, a: Array) -> Array:
+        return rows.reshape(-1, *(1,) * (a.ndim - 1))
+
+    before = tuple(lax.dynamic_slice_in_dim(a, step.row, len(step.starts)) for a in state)
+    begun = tuple(jnp.where(wide(step.starts == 0, a), 0.0, a) for a in before)
+    partial, after = block.recur(x, begun, step.counts)
+    real = step.counts > 0
+    kept = (jnp.where(wide(real, a), a, b) for a, b in zip(after, before, strict=True))
+    update = lax.dynamic_update_slice_in_dim
+    return partial, tuple(update(a, b, step.row, 0) for a, b in zip(state, kept, strict=True))
 
 
 class Top(NamedTuple):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from jaxllm.cache.attention import Ring
 from jaxllm.models.layers import Array
+
+Cached = TypeVar("Cached")  # a ring, a state, or a tree of them
 
 
 class LayerRow(NamedTuple):
@@ -73,23 +74,25 @@ def join_heads(parts: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]]) -
 
 
 @partial(jax.jit, static_argnames=("axis",))
-def take_row(ring: Ring, row: Array, *, axis: int) -> Ring:
-    """A ring without its axis of rows: one of them."""
-    return Ring(*(jax.lax.dynamic_index_in_dim(a, row, axis, keepdims=False) for a in ring))
+def take_row(cache: Cached, row: Array, *, axis: int) -> Cached:
+    """A ring, a state or several without their axis of rows: one of them."""
+
+    def one(a: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(a, row, axis, keepdims=False)
+
+    return jax.tree.map(one, cache)
 
 
-@partial(jax.jit, static_argnames=("axis",), donate_argnames=("ring",))
-def put_row(ring: Ring, new: tuple[Any, Any], row: Array, *, axis: int) -> Ring:
-    """The ring with one of its rows replaced."""
+@partial(jax.jit, static_argnames=("axis",), donate_argnames=("cache",))
+def put_row(cache: Cached, new: tuple[Any, ...], row: Array, *, axis: int) -> Cached:
+    """A ring or a state with one of its rows replaced."""
     update = jax.lax.dynamic_update_index_in_dim
-    return Ring(*(update(a, b, row, axis) for a, b in zip(ring, new, strict=True)))
+    old, tree = jax.tree.flatten(cache)
+    return tree.unflatten([update(a, b, row, axis) for a, b in zip(old, new, strict=True)])
 
 
-@partial(jax.jit, static_argnames=("axis",), donate_argnames=("rings",))
-def copy_row(
-    rings: tuple[Ring, ...], source: Array, target: Array, *, axis: int
-) -> tuple[Ring, ...]:
-    """The rings with the row `target` as `source` is."""
-    return tuple(
-        put_row(ring, take_row(ring, source, axis=axis), target, axis=axis) for ring in rings
-    )
+@partial(jax.jit, static_argnames=("axis",), donate_argnames=("cache",))
+def copy_row(cache: Cached, source: Array, target: Array, *, axis: int) -> Cached:
+    """Rings and states with the row `target` as `source` is."""
+    whole = take_row(cache, source, axis=axis)
+    return put_row(cache, tuple(jax.tree.leaves(whole)), target, axis=axis)

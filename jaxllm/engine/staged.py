@@ -23,9 +23,10 @@ from jax.sharding import SingleDeviceSharding
 from jaxllm.cache.attention import Ring, empty_ring, join_page, split_page
 from jaxllm.cache.store import PageStore, group_sizes
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
-from jaxllm.engine.local import pack_step
-from jaxllm.engine.rows import LayerRow, join_heads, of_ring, put_row, take_row
+from jaxllm.engine.local import State, pack_step
+from jaxllm.engine.rows import LayerRow, copy_row, join_heads, of_ring, put_row, take_row
 from jaxllm.engine.stages import Queries, StageIn, attend, cut, embed, head, layer_of, stage
+from jaxllm.engine.states import StateEnds, StateRow, empty_state
 from jaxllm.models.layers import Array, Device, Heads
 from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, exchange, ring_positions
@@ -50,8 +51,7 @@ class StagedEngine(Engine):
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
         self.layers = [
-            [layer_of(block, cfg) for block, cfg in zip(m.blocks, m.cfg.layers, strict=True)]
-            for m in models
+            list(map(layer_of, m.blocks, m.cfg.layers, m.kv_heads, m.states)) for m in models
         ]
         options = plan.options
         self.owners = models[0].cfg.owners  # whose cache each layer reads
@@ -65,6 +65,8 @@ class StagedEngine(Engine):
         for store in self.stores:
             store.peers = self.stores
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
+        self.states = [self._empty_states(i) for i in range(len(devices))]
+        self.ends = StateEnds(options.slots, bool(models[0].cfg.stateful))
         self.trimmed: dict[tuple[int, int], int] = {}  # first position kept, by row and window
         self.window_layers: dict[int, list[tuple[int, int]]] = {}  # (device, layer) by window
         for device, rings in enumerate(self.rings):
@@ -79,26 +81,40 @@ class StagedEngine(Engine):
         rings = {}
         with memory_of(self.plan, device):
             for i, layer in enumerate(self.plan.layers):
-                if device in layer.attn_devices and self.owners[i] == i:
+                if device in layer.attn_devices and i in model.cfg.cached:
                     cfg = model.cfg.layers[i]
                     capacity = ring_positions("staged", options, cfg.window)
                     rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
         return rings
 
+    def _empty_states(self, device: int) -> dict[int, State]:
+        options, model = self.plan.options, self.models[device]
+        to = SingleDeviceSharding(self.devices[device])
+        with memory_of(self.plan, device):
+            return {
+                i: empty_state(model.cfg.layers[i], (options.slots, model.states[i]), to)
+                for i, layer in enumerate(self.plan.layers)
+                if device in layer.state_devices
+            }
+
     def recover(self) -> bool:
         for store in self.stores:
             store.give_up()
         lost = False
-        for device, rings in enumerate(self.rings):
-            if any(part.is_deleted() for ring in rings.values() for part in ring):
+        for device, kept in enumerate(zip(self.rings, self.states, strict=True)):
+            if any(part.is_deleted() for part in jax.tree.leaves(kept)):
                 self.rings[device] = self._empty_rings(device)  # donated to what failed
+                self.states[device] = self._empty_states(device)
                 lost = True
         return lost
 
     @frees_on_failure
-    def forward(self, tokens: np.ndarray, row: int, starts: np.ndarray) -> dict[int, Array]:
+    def forward(
+        self, tokens: np.ndarray, row: int, starts: np.ndarray, used: int | None = None
+    ) -> dict[int, Array]:
         rows = len(tokens)
-        packed = pack_step(tokens, row, starts, self.floor[row : row + rows])
+        packed = pack_step(tokens, row, starts, self.floor[row : row + rows], used)
+        self.ends.advance(row, starts, tokens.shape[1] if used is None else used)
         step = _Forward(self, packed, row, rows, again=rows == self.plan.options.slots)
         return step.run()
 
@@ -172,6 +188,7 @@ class StagedEngine(Engine):
 
     def release(self, row: int) -> None:
         self.floor[row] = 0
+        self.ends.set(row, 0)
         for window in self.window_layers:
             self.trimmed.pop((row, window), None)
         for store in self.stores:
@@ -182,7 +199,7 @@ class StagedEngine(Engine):
             store.park(row)
 
     def holds(self, row: int, length: int) -> bool:
-        return all(
+        return self.ends_at(row, length) and all(
             self.trimmed.get((row, window), 0) <= max(0, length - window + 1)
             for window in self.window_layers
         )
@@ -192,6 +209,10 @@ class StagedEngine(Engine):
         for store in self.stores:
             store.adopt(source, row, length)
         self.floor[row] = length
+        if source != row and self.ends.stateful:
+            at = np.int32(source), np.int32(row)
+            self.states = [copy_row(own, *at, axis=0) if own else own for own in self.states]
+            self.ends.copy(source, row)
         self.trimmed |= {(row, window): first for window, first in trimmed.items()}
         self._trim(row, length)
 
@@ -217,7 +238,19 @@ class StagedEngine(Engine):
         whole = (np.concatenate(side, axis=1) for side in zip(*parts, strict=True))
         return tuple(a[:, : a.shape[1] - surplus] for a in whole)
 
-    def write_row(self, row: int, layers: Sequence[LayerRow], length: int) -> None:
+    def read_states(self, row: int) -> list[StateRow]:
+        found = []
+        for index in self.models[0].cfg.stateful:
+            layer, at = self.plan.layers[index], np.int32(row)
+            own = [take_row(self.states[d][index], at, axis=0) for d in layer.state_devices]
+            ranges = [layer.states[d] for d in layer.state_devices]
+            parts = zip(*jax.device_get(own), strict=True)
+            found.append(tuple(join_heads(part, ranges) for part in parts))
+        return found
+
+    def write_row(
+        self, row: int, layers: Sequence[LayerRow], length: int, states: Sequence[StateRow] = ()
+    ) -> None:
         self.release(row)
         floor = length // self.page * self.page
         given_of = dict(zip(self.models[0].cfg.cached, layers, strict=True))
@@ -235,6 +268,13 @@ class StagedEngine(Engine):
                 if window is not None:
                     before = self.trimmed.get((row, window), 0)
                     self.trimmed[row, window] = max(before, given.first)
+        whole = dict(zip(self.models[0].cfg.stateful, states, strict=True))
+        for device, own in enumerate(self.states):
+            for index, state in own.items():
+                start, stop = self.plan.layers[index].states[device]
+                new = tuple(a[start:stop] for a in whole[index])
+                own[index] = put_row(state, new, np.int32(row), axis=0)
+        self.ends.set(row, length)
         self.floor[row] = floor
         self._trim(row, length)
 
@@ -255,6 +295,7 @@ class _Forward:
         self.parts: dict[int, tuple[Array, ...]] = {}  # partials to sum, by the device that will
         self.heads: dict[int, Heads] = {}  # of a layer whose norms wait for a sum
         self.queries: dict[int, Queries] = {}
+        self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
 
     def run(self) -> dict[int, Array]:
         engine, plan = self.engine, self.engine.plan
@@ -268,31 +309,40 @@ class _Forward:
         for index, layer in enumerate(plan.layers):
             targets = holders if index == last else plan.layers[index + 1].devices
             if self.heads:
-                self._exchange(layer.attn_devices)
-                for device in layer.attn_devices:
+                self._exchange(layer.mixer_devices)
+                for device in layer.mixer_devices:
                     self._run(device, ("in",), None, index)
-            self._attend(layer.attn_devices, index)
+            if layer.attn_devices:
+                self._attend(layer.attn_devices, index)
             if len(layer.devices) == 1:
                 self._alone(layer.devices[0], index, tuple(targets))
                 continue
-            for device in layer.attn_devices:
+            for device in layer.mixer_devices:
                 self._run(device, ("out",), index)
-            self._exchange(layer.devices)
+            if layer.mixer_devices:
+                self._exchange(layer.devices)
             for device in layer.devices:
                 work = ("after", "mlp") if device in layer.mlp_devices else ("after",)
                 self._run(device, work, index)
-            self._finish(index, tuple(targets))
+            if layer.mlp_devices:
+                self._finish(index, tuple(targets))
+            else:
+                self._pass_on(index, tuple(targets))
         return self.x
 
     def _alone(self, device: int, index: int, targets: tuple[int, ...]) -> None:
         """A layer on one device: one stage up to the next layer's queries if they are there."""
-        pieces = ("out", "after", "mlp", "join")
-        goes_on = targets == (device,)
-        if goes_on and index + 1 < len(self.engine.plan.layers):
+        layers = self.engine.plan.layers
+        pieces = ("out",) if layers[index].mixer_devices else ()
+        pieces += ("after", "mlp", "join") if layers[index].mlp_devices else ("after",)
+        following = layers[index + 1] if index + 1 < len(layers) else None
+        if targets != (device,) or following is None:
+            self._run(device, pieces, index)
+            self._hand_over(device, index, targets)
+        elif following.mixer_devices:
             self._run(device, (*pieces, "in"), index, index + 1)
         else:
             self._run(device, pieces, index)
-            self._hand_over(device, index, targets)
 
     def _finish(self, index: int, targets: tuple[int, ...]) -> None:
         """From the partials of a layer's MLP to the next layer's queries, or to the head."""
@@ -305,22 +355,31 @@ class _Forward:
             self._run(source, ("join",), index)
             self._hand_over(source, index, targets)
 
+    def _pass_on(self, index: int, targets: tuple[int, ...]) -> None:
+        """From the residual of a layer without an MLP to the next layer, or to the head."""
+        if set(targets) <= set(self.x):
+            self._begin(index + 1, (), targets)
+        else:
+            self._hand_over(min(self.x), index, targets)
+
     def _hand_over(self, source: int, index: int, targets: tuple[int, ...]) -> None:
         """Send the finished residual of one device to those that need it next."""
         self.made = {source: self.x[source]}
         self._exchange(targets)
         self._begin(index + 1, ("enter",))
 
-    def _begin(self, index: int, first: tuple[str, ...]) -> None:
+    def _begin(
+        self, index: int, first: tuple[str, ...], targets: Sequence[int] | None = None
+    ) -> None:
         """Start layer `index` on its devices; past the last layer, only complete the residual."""
         layers = self.engine.plan.layers
-        targets = list(self.parts)
+        targets = list(self.parts) if targets is None else targets
         self.x = {d: x for d, x in self.x.items() if d in targets}
         for device in targets:
             here = index - 1 if first == ("join",) else None
-            if index < len(layers) and device in layers[index].attn_devices:
+            if index < len(layers) and device in layers[index].mixer_devices:
                 self._run(device, (*first, self._entry(index)), here, index)
-            else:
+            elif first:
                 self._run(device, first, here)
 
     def _entry(self, index: int) -> str:
@@ -337,7 +396,11 @@ class _Forward:
     ) -> None:
         engine = self.engine
         engine.at_work = device
-        layers, rings = engine.leaves[device].layers, engine.rings[device]
+        layers, rings, states = (
+            engine.leaves[device].layers,
+            engine.rings[device],
+            engine.states[device],
+        )
         out, begins = "out" in pieces, "in" in pieces
         given = StageIn(
             here=() if here is None else layers[here],
@@ -345,12 +408,14 @@ class _Forward:
             x=self.x.get(device),
             parts=self.parts.pop(device, None),
             heads=self.heads.pop(device, None) if begins else None,
-            queries=self.queries.pop(device) if out else None,
-            tail=rings[engine.owners[here]] if out and here is not None else None,
+            queries=self.queries.pop(device, None) if out else None,
+            tail=rings.get(engine.owners[here]) if out and here is not None else None,
+            mixed=self.mixed.pop(device, None) if out else None,
         )
         result = stage(
             given,
             rings.get(there) if begins and there is not None else None,
+            states.get(there) if begins and there is not None else None,
             self.packed[device],
             pieces=pieces,
             here=None if here is None else engine.layers[device][here],
@@ -367,6 +432,10 @@ class _Forward:
             self.queries[device] = result.queries
         if result.ring is not None and there is not None:
             rings[there] = result.ring
+        if result.mixed is not None:
+            self.mixed[device] = result.mixed
+        if result.state is not None and there is not None:
+            states[there] = result.state
 
     def _attend(self, devices: tuple[int, ...], index: int) -> None:
         """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so

@@ -21,7 +21,15 @@ from jaxllm.cache.attention import (
     join_page,
     ring_block,
 )
-from jaxllm.engine.local import Top, begin_attention, end_attention, head_logits, unpack_step
+from jaxllm.engine.local import (
+    State,
+    Top,
+    begin_attention,
+    end_attention,
+    head_logits,
+    run_recurrent,
+    unpack_step,
+)
 from jaxllm.models.block import BlockDef
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Heads
@@ -35,6 +43,8 @@ class Layer:
 
     block: BlockDef
     cfg: LayerConfig
+    kv_heads: int  # of the device's slice
+    states: int
 
 
 layer_of = cache(Layer)
@@ -57,6 +67,7 @@ class StageIn(NamedTuple):
     heads: Heads | None = None  # of the layer that begins, where its norms waited for a sum
     queries: Queries | None = None
     tail: Ring | None = None  # of the layer that ends
+    mixed: Array | None = None  # partial of its recurrent mixer
 
 
 class StageOut(NamedTuple):
@@ -67,17 +78,20 @@ class StageOut(NamedTuple):
     heads: Heads | None
     queries: Queries | None
     ring: Ring | None  # of the layer that begins
+    mixed: Array | None  # partial of its recurrent mixer, for the stage in which it ends
+    state: State | None  # of the layer that begins
 
 
 @partial(
     jax.jit,
     static_argnames=("pieces", "here", "there", "page"),
-    donate_argnames=("ring",),
+    donate_argnames=("ring", "state"),
     compiler_options=DEVICE_LOOPS,
 )
 def stage(
     given: StageIn,
     ring: Ring | None,
+    state: State | None,
     packed: Array,
     *,
     pieces: tuple[str, ...],
@@ -85,12 +99,12 @@ def stage(
     there: Layer | None,
     page: int,
 ) -> StageOut:
-    """Run pieces in order; `ring` is that of the layer that begins."""
+    """Run pieces in order; `ring` and `state` are those of the layer that begins."""
     step = unpack_step(packed)
     old: Any = None if here is None else here.block.bind(given.here)
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
-    heads, read = given.heads, None
+    heads, read, mixed = given.heads, None, None
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
@@ -100,32 +114,49 @@ def stage(
             heads = new.project(x)
             total = new.head_squares(heads)
         elif piece == "in":
-            assert there is not None
+            assert there is not None and x is not None
+            if there.states:
+                assert state is not None
+                mixed, state = run_recurrent(new, x, state, step)
+            if not there.kv_heads:
+                heads, total = None, None
+                continue
             if heads is None or total is None:  # no other device has heads of this layer
                 heads = new.project(x)
                 total = new.head_squares(heads)
             q, carry, ring = begin_attention(new, there.cfg, heads, total, ring, step)
             begun, heads, total = Queries(q, carry), None, None
         elif piece == "out":
-            assert (
-                here is not None
-                and x is not None
-                and given.queries is not None
-                and given.tail is not None
-            )
+            assert here is not None and x is not None
+            total = given.mixed
+            if not here.kv_heads:
+                continue
+            assert given.queries is not None and given.tail is not None
             q, carry = given.queries
             carry = attend_tail(
                 here.cfg, carry, q, given.tail, step.row, step.positions, step.floor, page
             )
-            total = end_attention(old, here.cfg, carry, x)
+            own = end_attention(old, here.cfg, carry, x)
+            total = own if total is None else total + own
         elif piece == "after":
+            if total is None:  # a layer that is an MLP alone
+                read = old.enter_mlp(x)
+                continue
             x, read = old.join_attention(x, total)
             total, changed = None, True
         elif piece == "mlp":
             total = old.mlp(read)
         elif piece == "join":
             x, total, changed = old.join_mlp(x, total), None, True
-    return StageOut(x if changed else None, total, heads, begun, None if begun is None else ring)
+    return StageOut(
+        x if changed else None,
+        total,
+        heads,
+        begun,
+        None if begun is None else ring,
+        mixed,
+        None if mixed is None else state,
+    )
 
 
 @partial(

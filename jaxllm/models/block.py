@@ -1,13 +1,15 @@
 """The contract between a family and the engines, and the two ends every family shares.
 
 A block says what precedes attention and what follows it; attention itself belongs to the cache.
+A layer that has no heads or no MLP is asked nothing about them; `recur` is for those with a state.
 An engine calls, in this order, for every layer:
 
     heads   = block.project(x)
     squares = sum over devices of block.head_squares(heads), where there are any
     q, k, v = block.before_attention(heads, squares, positions)
     o       = attention of q over the cache, k and v included
-    x, read = block.join_attention(x, sum over devices of block.after_attention(o, x))
+    r, s    = block.recur(x, s, counts)
+    x, read = block.join_attention(x, sum over devices of block.after_attention(o, x) + r)
     x       = block.join_mlp(x, sum over devices of block.mlp(read))
 
 `BlockDef` is a block without its values: hashable, one object a shape, so that layers and models
@@ -57,9 +59,20 @@ class Block(nnx.Module):
         [B, T, D]."""
         raise NotImplementedError
 
+    def recur(
+        self, x: Array, state: tuple[Array, ...], counts: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The residual x [B, T, D] through the recurrent mixer of own groups -> this device's
+        partial [B, T, D], and the state after the first counts [B] tokens of each row."""
+        raise NotImplementedError
+
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
         """The residual after attention, given the full sum of the partials, and what the MLP
         reads."""
+        raise NotImplementedError
+
+    def enter_mlp(self, x: Array) -> Array:
+        """What the MLP reads in a layer that is nothing else."""
         raise NotImplementedError
 
     def mlp(self, read: Array) -> Array:
@@ -86,7 +99,7 @@ class Ends(nnx.Module):
         self.inputs = LayerInputs(cfg, rows, dtype) if cfg.layer_inputs else None
         name = "/token_embd_norm.weight"
         self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
-        self.norm = Norm(embed, cfg.eps, "/output_norm.weight", cfg.norm)
+        self.norm = Norm(embed, cfg.eps, f"/{cfg.norm_name}.weight", cfg.norm)
         self.head = None if cfg.tied else matrix((rows, embed), axes, ("/output.weight",), dtype)
         self.bias = param((rows,), ("vocab",), ("/output.bias",), dtype) if cfg.head_bias else None
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxllm.cache.types import CacheFormat
 from jaxllm.errors import ModelError
+from jaxllm.models.recurrent import Recurrent, state_bytes
 from sharding import LayerShape, ModelShape
 
 NormKind = Literal["rms", "layer"]
@@ -143,10 +144,11 @@ class Temperature(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """MLP columns of one layer, or of a device's slice of it."""
+    """MLP columns of one layer, or of a device's slice of it, and groups of a recurrent state."""
 
     mlp: int
     shared: int = 0  # of the MLP beside a mixture of experts
+    states: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class LayerConfig:
     qkv_bias: bool = False
     qkv_clamp: float | None = None
     out_bias: bool = False
+    gated_q: bool = False  # in attn_q each head's gate follows its query
     out_factor: float = 1.0  # of attention's part of the residual, before its bias
     out_gate: int = 0  # of a gate a query head on its output: one, or one a value; 0 for none
     out_gate_kind: Literal["sigmoid", "softplus"] = "sigmoid"
@@ -201,6 +204,7 @@ class LayerConfig:
     mlp_scales: bool = False  # activations are divided by the tensor ffn.act.scales
     experts: Experts | None = None  # None for a dense layer
     latent: Latent | None = None  # keys and values are one latent vector
+    recurrent: Recurrent | None = None  # a mixer with a state; where kv_heads is 0 the only one
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
     owns_cache: bool = True  # False: queries only, over the cache of the last owner of its kind
     cache: CacheFormat = CacheFormat()  # how a plan stores K and V
@@ -217,7 +221,13 @@ class LayerConfig:
     @property
     def columns(self) -> Columns:
         """The whole layer's MLP columns."""
-        return Columns(self.mlp, 0 if self.experts is None else self.experts.shared)
+        shared = 0 if self.experts is None else self.experts.shared
+        return Columns(self.mlp, shared, 0 if self.recurrent is None else self.recurrent.groups)
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of a query head in its tensor."""
+        return self.k_dim * (2 if self.gated_q else 1)
 
     @property
     def v_stored(self) -> int:
@@ -248,6 +258,7 @@ class ModelConfig:
     tied: bool
     ctx_train: int
     norm: NormStyle = RMS  # of the ends
+    norm_name: str = "output_norm"  # of the last norm
     head_bias: bool = False
     embed_scale: float = 1.0
     embed_norm: NormStyle | None = None
@@ -275,7 +286,12 @@ class ModelConfig:
     @property
     def cached(self) -> tuple[int, ...]:
         """The layers that have a cache of their own."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.owns_cache)
+        return tuple(i for i, own in enumerate(self.layers) if own.kv_heads and own.owns_cache)
+
+    @property
+    def stateful(self) -> tuple[int, ...]:
+        """The layers that keep a recurrent state."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent is not None)
 
     def in_context(self, ctx: int) -> ModelConfig:
         """The model for a context of so many positions; `ModelError` where it has fewer."""
@@ -305,6 +321,10 @@ class ModelConfig:
                     experts_used=0 if layer.experts is None else layer.experts.used,
                     shared_mlp=layer.columns.shared,
                     k_only=layer.latent is not None,
+                    gated_q=layer.gated_q,
+                    states=layer.columns.states,
+                    state_bytes=0 if layer.recurrent is None else state_bytes(layer.recurrent),
+                    state_work=0 if layer.recurrent is None else 4 * layer.recurrent.work,
                 )
                 for layer in self.layers
             ),

@@ -21,7 +21,17 @@ from jaxllm.models.layers import (
     normalise,
     param,
 )
+from jaxllm.models.mixers import mixer
 from jaxllm.models.rope import RopeTable
+
+
+def attention(
+    cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype
+) -> tuple[QKV | LatentQKV, HeadsOut | LatentOut]:
+    """What stands before and after attention of a layer's slice."""
+    if cfg.latent is None:
+        return QKV(cfg, kv_heads, embed, dtype), HeadsOut(cfg, kv_heads, embed, dtype)
+    return LatentQKV(cfg, kv_heads, embed, dtype), LatentOut(cfg, kv_heads, embed, dtype)
 
 
 class DecoderBlock(Block):
@@ -45,7 +55,10 @@ class DecoderBlock(Block):
         shared = cfg.parallel and names.mlp == names.attn
         self.mlp_norm = None if shared else norm(names.mlp)
         self.post_mlp_norm = norm(names.mlp_post, post_eps)
-        self.qkv = (LatentQKV if cfg.latent else QKV)(cfg, kv_heads, embed, dtype)
+        self.qkv, self.out = (
+            attention(cfg, kv_heads, embed, dtype) if cfg.kv_heads else (None, None)
+        )
+        self.recurrent = mixer(cfg, columns.states, embed, dtype)
         self.head_norms = HeadNorms(cfg, kv_heads) if cfg.qk_norm else None
         self.rope = RopeTable(cfg.rope)
         self.slopes = (
@@ -63,12 +76,12 @@ class DecoderBlock(Block):
         source, f32 = ("attn_sinks.weight",), jnp.dtype(jnp.float32)
         self.gate = HeadsGate(cfg, kv_heads, embed, dtype) if cfg.out_gate else None
         self.sinks = param(shape, axes, source, f32, form="q_heads") if cfg.sinks else None
-        self.out = (LatentOut if cfg.latent else HeadsOut)(cfg, kv_heads, embed, dtype)
         self.out_bias = bias("attn_output.bias") if cfg.out_bias else None
-        self.ffn = feed_forward(cfg, columns, embed, dtype)
+        self.ffn = feed_forward(cfg, columns, embed, dtype) if cfg.mlp else None
         self.down_bias = bias("ffn_down.bias") if cfg.mlp_bias else None
 
     def project(self, x: Array) -> Heads:
+        assert self.qkv is not None
         return self.qkv(self._read(x))
 
     def _read(self, x: Array) -> Array:
@@ -103,18 +116,34 @@ class DecoderBlock(Block):
         return q, ks[0] if ks else None
 
     def after_attention(self, o: Array, x: Array) -> Array:
+        assert self.out is not None
         y = self.out(o if self.gate is None else self.gate(o, self._read(x)))
         factor = self.cfg.out_factor
         return y if factor == 1.0 else y * jnp.asarray(factor, y.dtype)
 
+    def recur(
+        self, x: Array, state: tuple[Array, ...], counts: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        assert self.recurrent is not None
+        return self.recurrent(self._read(x), state, counts)
+
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
-        joined = self._add(x, total, self.out.sub_norm, self.out_bias, self.post_attn_norm)
-        if not self.cfg.parallel:
-            return joined, joined if self.mlp_norm is None else self.mlp_norm(joined)
-        norm = self.attn_norm if self.mlp_norm is None else self.mlp_norm
-        return joined, x if norm is None else norm(x)
+        sub_norm = None if self.out is None else self.out.sub_norm
+        joined = self._add(x, total, sub_norm, self.out_bias, self.post_attn_norm)
+        return joined, self._mlp_read(joined, x)
+
+    def enter_mlp(self, x: Array) -> Array:
+        return self._mlp_read(x, x)
+
+    def _mlp_read(self, joined: Array, x: Array) -> Array:
+        """What the MLP reads of the residual after attention, or of the one before it."""
+        norm = self.mlp_norm
+        if self.cfg.parallel:
+            joined, norm = x, norm or self.attn_norm
+        return joined if norm is None else norm(joined)
 
     def mlp(self, read: Array) -> Array:
+        assert self.ffn is not None
         return self.ffn(read)
 
     def join_mlp(self, x: Array, total: Array) -> Array:

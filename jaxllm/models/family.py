@@ -142,6 +142,7 @@ def read_layer(
     weights: bool = True,
     needs_eps: bool = True,
     routing: Routing | None = None,
+    partial: bool = False,
     **changes: Any,
 ) -> list[LayerConfig]:
     """The layers as plain decoders have them; `changes` sets a field of every layer.
@@ -150,7 +151,8 @@ def read_layer(
     joined projections and norms of queries and keys are those that the file has. `pairs` is None
     for an architecture without rope. `window` says that the family reads a sliding window,
     `weights` that its norms have weights, `needs_eps` that its files say an epsilon; `routing` is
-    that of a family whose layers may be mixtures of experts.
+    that of a family whose layers may be mixtures of experts, `partial` that they may lack attention
+    or an MLP, whose numbers are then zero.
     """
     refuse_unread(meta, window)
     embed = meta.require("embedding_length", int)
@@ -163,26 +165,29 @@ def read_layer(
         raise ModelError(f"{meta.architecture}.block_count is {count}; it must be at least 1")
     layers = []
     for i, (n, k, f) in enumerate(zip(heads, kv_heads, columns, strict=True)):
-        if min(n, k, f) <= 0 or n % k:
+        if partial and min(n, k) == 0:
+            n = k = 0
+        if min(n, k, f) < (0 if partial else 1) or (k and n % k):
             raise ModelError(
                 f"layer {i} has {n} query heads, {k} KV heads and {f} MLP columns; expected "
                 "positive numbers and query heads a multiple of KV heads"
             )
-        if embed % n and meta.get("attention.key_length") is None:
+        if k and embed % n and meta.get("attention.key_length") is None:
             raise ModelError(
                 f"layer {i}: embedding_length {embed} does not divide by {n} heads and "
                 "attention.key_length is missing"
             )
-        k_dim = int(meta.get("attention.key_length", embed // n))
-        rope = None if pairs is None else read_rope(meta, k_dim, pairs, tensors)
+        dim = embed // n if n else 1
+        k_dim = int(meta.get("attention.key_length", dim))
+        rope = None if pairs is None or k == 0 else read_rope(meta, k_dim, pairs, tensors)
         if k_dim <= 0 or rope and (rope.dim > k_dim or rope.dim <= 0 or rope.dim % 2):
             dim = rope.dim if rope else 0
             raise ModelError(f"rope.dimension_count {dim} does not fit key_length {k_dim}")
         fields: dict[str, Any] = dict(
             kv_heads=k,
-            q_per_kv=n // k,
+            q_per_kv=n // k if k else 1,
             k_dim=k_dim,
-            v_dim=int(meta.get("attention.value_length", embed // n)),
+            v_dim=int(meta.get("attention.value_length", dim)),
             mlp=f,
             rope=rope,
             scale=1.0 / sqrt(k_dim),
@@ -218,7 +223,7 @@ def _stored(tensors: Tensors, prefix: str, fields: Mapping[str, Any]) -> dict[st
         out_bias=bool(shape("attn_output.bias")),
         mlp_bias=bool(shape("ffn_up.bias")),
         sinks=bool(shape("attn_sinks.weight")),
-        out_gate=(shape("attn_gate.weight") or (0,))[0] // heads,
+        out_gate=(shape("attn_gate.weight") or (0,))[0] // max(1, heads),
     )
     if shape("attn_qkv.weight"):
         sections = heads * k_dim, fields["kv_heads"] * k_dim, fields["kv_heads"] * fields["v_dim"]

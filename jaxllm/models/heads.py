@@ -72,8 +72,9 @@ class HeadsGate(nnx.Module):
 
     def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
         self.kind, rows = cfg.out_gate_kind, cfg.q_per_kv * cfg.out_gate
-        axes, source = ("kv_group", "head_rows", "embed"), ("attn_gate.weight",)
-        self.weight = matrix((kv_heads, rows, embed), axes, source, dtype, form="q_heads")
+        axes = ("kv_group", "head_rows", "embed")
+        name, form = ("attn_q", "q_gates") if cfg.gated_q else ("attn_gate", "q_heads")
+        self.weight = matrix((kv_heads, rows, embed), axes, (f"{name}.weight",), dtype, form=form)
 
     def __call__(self, o: Array, x: Array) -> Array:
         """o [B, T, K, G, Hv] times the gate of x [B, T, D]."""

@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxllm.models.config import RMS, LayerConfig, NormStyle, bias_of
 from jaxllm.models.quantised import Quantised, values
+from jaxllm.models.sections import Section
 
 Array: TypeAlias = jax.Array
 Heads: TypeAlias = tuple[Array, Array | None, Array | None]  # queries, keys and values
@@ -79,6 +80,7 @@ def param(
     dtype: jnp.dtype,
     form: str = "plain",
     matrix: bool = False,
+    sections: tuple[Section, ...] = (),
 ) -> nnx.Param:
     """A parameter that is only a description until `bind` or a loader gives it values."""
     return nnx.Param(
@@ -91,6 +93,7 @@ def param(
         values=dtype,
         packs=1,
         kind=None,
+        sections=sections,
     )
 
 
@@ -100,10 +103,11 @@ def matrix(
     source: tuple[str, ...],
     dtype: jnp.dtype,
     form: str = "plain",
+    sections: tuple[Section, ...] = (),
 ) -> nnx.Param:
     """A parameter [..., out, in] that is used in `linear` and by rows alone, so that it may also be
     held as a `QuantisedParam`."""
-    return param(shape, axes, source, dtype, form, matrix=True)
+    return param(shape, axes, source, dtype, form, matrix=True, sections=sections)
 
 
 class Norm(nnx.Module):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, ModelConfig, Pairs
+from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig, Pairs
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, check_numbers, read_layer, read_model
 from jaxllm.models.plain import NOTHING, PLAIN_MLP, plain
@@ -67,19 +67,27 @@ def pictured(
 
     def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
         check_numbers(meta, {"rope.scaling.alpha": 0})
-        sections = [*map(int, meta.get("rope.dimension_sections", ())), 0, 0, 0, 0][:4]
-        there = min(sections[:2]) > 0
-        own = pairs if there or without is None else without
+        own = pairs if without is None or min(_sections(meta)[:2]) > 0 else without
         layers = read_layer(meta, tensors, own, **layer)
-        count = max(layer.rope.dim // 2 for layer in layers if layer.rope)
-        if there and not _all_turn(sections, count, interleaved):
-            raise ModelError(
-                f"rope.dimension_sections {sections} of {meta.architecture} leave pairs that do "
-                "not turn with text, which is not supported"
-            )
+        check_sections(meta, layers, interleaved)
         return read_model(meta, tensors, layers, **ends)
 
     return Family(DecoderBlock, configure)
+
+
+def _sections(meta: Metadata) -> list[int]:
+    return [*map(int, meta.get("rope.dimension_sections", ())), 0, 0, 0, 0][:4]
+
+
+def check_sections(meta: Metadata, layers: Sequence[LayerConfig], interleaved: bool) -> None:
+    """ModelError for a rotation with sections, some pairs of which do not turn with text."""
+    sections = _sections(meta)
+    count = max(layer.rope.dim // 2 for layer in layers if layer.rope)
+    if min(sections[:2]) > 0 and not _all_turn(sections, count, interleaved):
+        raise ModelError(
+            f"rope.dimension_sections {sections} of {meta.architecture} leave pairs that do "
+            "not turn with text, which is not supported"
+        )
 
 
 def _all_turn(sections: list[int], count: int, interleaved: bool) -> bool:

@@ -10,6 +10,8 @@ A parameter's `form` says how GGUF tensors, seen as [rows, columns], are laid to
     alibi    no tensor: the slope of each query head
     experts_columns, experts_stack   of every expert of a mixture, columns or stack
     once     one tensor as it is on one device of its layer, zeros on the others
+    sections, section_columns   rows, or columns of one tensor, that `Slot.sections` tells a group
+    q_gates  rows of the gates that stand after the query of each head, by KV group
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from jaxllm.gguf.reader import GGUFFile
 from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.heads import alibi_slopes
 from jaxllm.models.quantised import Quantised
+from jaxllm.models.sections import heights, in_order
 from jaxllm.models.weights import Buffer, Slot
 
+ROWS_AT_ONCE = 256  # of a tensor whose columns are put in another order
 DRAWN = 1 << 22  # values that are drawn for a random tensor
 IGNORED = ".attn_rot_embd.weight"  # of old files; computed instead
 HEAD_FORMS = ("q_heads", "k_heads")
@@ -63,6 +67,13 @@ class TensorSource(ABC):
             return [(n, *slot.shape[2:]) for n in rows]
         if slot.form == "columns":
             return [(slot.shape[0], int(np.prod(slot.shape[1:])))]
+        if slot.form == "sections":
+            rows = heights(slot.sections, len(slot.source), slot.shape[0])
+            return [(n, *slot.shape[2:]) for n in rows]
+        if slot.form == "section_columns":
+            return [(slot.shape[0], *heights(slot.sections, 1, slot.shape[1]))]
+        if slot.form == "q_gates":
+            return [(self._qkv_rows(slot)[0], slot.shape[2])]
         if slot.form == "stack":
             if len(slot.source) == 1:
                 return [(2 * slot.shape[1], *slot.shape[2:])]
@@ -90,7 +101,7 @@ class TensorSource(ABC):
         layer = self._layer(slot)
         stored = layer.kv_heads // layer.kv_repeat
         return [
-            layer.kv_heads * layer.q_per_kv * layer.k_dim,
+            layer.kv_heads * layer.q_per_kv * layer.q_rows,
             stored * layer.k_dim,
             stored * layer.v_dim,
         ]
@@ -103,6 +114,14 @@ class TensorSource(ABC):
         elif slot.form == "columns":
             columns = _flat(index[1], slot.shape[2]) if out.ndim == 3 else index[1]
             self.copy(*tensors[0], index[0], columns, out)
+        elif slot.form == "sections":
+            self._fill_sections(slot, tensors, index[0], out)
+        elif slot.form == "section_columns":
+            self._fill_section_columns(slot, tensors[0], index, out)
+        elif slot.form == "q_gates":
+            layer = self._layer(slot)
+            for group, own in zip(range(*index[0].indices(slot.shape[0])), out, strict=True):
+                self._fill_queries(layer, tensors[0], group, layer.k_dim, own)
         elif slot.form == "stack":
             joined = len(tensors) == 1
             for i, half in enumerate(out):
@@ -157,6 +176,57 @@ class TensorSource(ABC):
                 else:
                     self.copy(*tensor, _shift(index[2], block + first), index[3], half)
 
+    def _fill_sections(
+        self,
+        slot: Slot,
+        tensors: list[tuple[str, tuple[int, ...]]],
+        groups: slice,
+        out: np.ndarray,
+    ) -> None:
+        for group, own in zip(range(groups.start, groups.stop), out, strict=True):
+            top = 0
+            for section in slot.sections:
+                for rows in section.rows(group):
+                    height = rows.stop - rows.start
+                    self._rows(tensors[section.tensor], rows, own[top : top + height])
+                    top += height
+
+    def _fill_section_columns(
+        self,
+        slot: Slot,
+        tensor: tuple[str, tuple[int, ...]],
+        index: tuple[slice, ...],
+        out: np.ndarray,
+    ) -> None:
+        rows, groups = index[0], index[1]
+        if in_order(slot.sections):
+            self.copy(*tensor, rows, _flat(groups, slot.shape[2]), out)
+            return
+        runs = [
+            r for g in range(groups.start, groups.stop) for s in slot.sections for r in s.rows(g)
+        ]
+        columns = np.concatenate([np.arange(r.start, r.stop) for r in runs])
+        for top in range(0, len(out), ROWS_AT_ONCE):
+            part = out[top : top + ROWS_AT_ONCE]
+            whole = np.empty((len(part), tensor[1][1]), out.dtype)
+            here = slice(rows.start + top, rows.start + top + len(part))
+            self.copy(*tensor, here, slice(0, whole.shape[1]), whole)
+            part[...] = whole[:, columns].reshape(part.shape)
+
+    def _fill_queries(
+        self,
+        layer: LayerConfig,
+        tensor: tuple[str, tuple[int, ...]],
+        group: int,
+        first: int,
+        out: np.ndarray,
+    ) -> None:
+        """k_dim rows of each query head of a group, from its row `first` on."""
+        for i in range(layer.q_per_kv):
+            at = (group * layer.q_per_kv + i) * layer.q_rows + first
+            own = out[i * layer.k_dim : (i + 1) * layer.k_dim]
+            self._rows(tensor, slice(at, at + layer.k_dim), own)
+
     def _fill_qkv(
         self,
         slot: Slot,
@@ -165,7 +235,7 @@ class TensorSource(ABC):
         out: Buffer,
     ) -> None:
         layer = self._layer(slot)
-        heights = (layer.q_per_kv * layer.k_dim, layer.k_dim, layer.v_dim)
+        sizes = (layer.q_per_kv * layer.k_dim, layer.k_dim, layer.v_dim)
         repeats = (1, layer.kv_repeat, layer.kv_repeat)
         first = [0, 0, 0]  # rows of q, k and v in their tensors
         if layer.qkv_joined:
@@ -174,11 +244,15 @@ class TensorSource(ABC):
         count = len(tensors)  # fewer where values are made of keys, or a cache is another layer's
         for group, own in zip(range(groups.start, groups.stop), out, strict=True):
             top = 0
-            parts = zip(tensors, first[:count], heights[:count], repeats[:count], strict=True)
+            parts = zip(tensors, first[:count], sizes[:count], repeats[:count], strict=True)
             for tensor, at, height, repeat in parts:
-                rows = _shift(_flat(slice(group // repeat, group // repeat + 1), height), at)
-                self._rows(tensor, rows, own[top : top + height])
+                part = own[top : top + height]
                 top += height
+                if layer.gated_q and top == sizes[0]:
+                    self._fill_queries(layer, tensor, group, 0, part)
+                    continue
+                rows = _shift(_flat(slice(group // repeat, group // repeat + 1), height), at)
+                self._rows(tensor, rows, part)
 
 
 class GGUFSource(TensorSource):

@@ -27,6 +27,7 @@ from jaxllm.models.config import Columns, ModelConfig
 from jaxllm.models.layers import Device
 from jaxllm.models.memory import Arena
 from jaxllm.models.quantised import Quantised
+from jaxllm.models.sections import Section
 from sharding import Plan, TensorShape
 
 
@@ -47,6 +48,7 @@ class LocalModel:
     blocks: tuple[BlockDef, ...]
     ends: BlockDef
     kv_heads: tuple[int, ...]
+    states: tuple[int, ...]  # groups of a recurrent state
 
 
 class Stored(NamedTuple):
@@ -79,6 +81,7 @@ class Slot:
     matrix: bool
     kind: BlockType | None
     arrays: tuple[Stored, ...]
+    sections: tuple[Section, ...] = ()  # of the form that has them
 
     @property
     def tensor(self) -> TensorShape:
@@ -125,7 +128,8 @@ def local_model(
         block_def(block, layer, k, f, cfg.embed, dtype, kind)
         for layer, k, f, kind in zip(cfg.layers, kv_heads, columns, own, strict=True)
     )
-    return _interned(cfg, blocks, ends_def(cfg, rows, dtype, ends), tuple(kv_heads))
+    states = tuple(own.states for own in columns)
+    return _interned(cfg, blocks, ends_def(cfg, rows, dtype, ends), tuple(kv_heads), states)
 
 
 _interned = cache(LocalModel)
@@ -167,6 +171,7 @@ def _slots_of(definition: BlockDef, layer: int | None) -> Iterator[Slot]:
             meta["matrix"],
             meta["kind"],
             arrays,
+            meta["sections"],
         )
 
 

@@ -11,6 +11,7 @@ from jaxllm.models.config import SANDWICH, Experts, Latent, Norms, NormStyle, Ro
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.early import EarlyBlock
 from jaxllm.models.gemma4 import Gemma4Block
+from jaxllm.models.recurrent import DeltaNet, Mamba2, ShortConv
 from support import layer_config, model_config, small_model, with_layers
 
 HALVES = Rope(theta=10000.0, dim=16, pairs="halves")
@@ -98,11 +99,29 @@ def _latent() -> ModelConfig:
     return model_config([layer] * 2)
 
 
+def _recurrent() -> ModelConfig:
+    """Five groups of a delta net, in turns with gated attention, beside Mamba 2 in one layer; one
+    layer has no MLP and one nothing else."""
+    gated = layer_config(8, 2, 16, mlp=211, scale=0.25, gated_q=True, out_gate=16, qk_norm=True)
+    bare = replace(gated, kv_heads=0, gated_q=False, out_gate=0, qk_norm=False, rope=None)
+    net = DeltaNet(groups=5, v_heads=2, dim=8, kernel=4, tiled=True, joined=False)
+    mamba = Mamba2(groups=5, heads=2, dim=8, keys=16, kernel=3, normed=True)
+    conv = ShortConv(groups=2, channels=32, kernel=3)
+    layers = [
+        replace(bare, recurrent=net),
+        replace(gated, recurrent=mamba),
+        replace(bare, recurrent=replace(net, tiled=False, joined=True), mlp=0),
+        bare,
+        replace(bare, recurrent=conv),
+    ]
+    return model_config(layers)
+
+
 GROUPED = _mixture(groups=4, groups_used=2, scale=2.5, biases=True, shared_gate=True)
 WARMER = Temperature(every=8, scale=0.5, offset=1)
 EARLY = _mixture(scores="softmax", shared_suffix="", reads="norm")
 # The numpy pass of `naive` does not know these; unit/models/test_layers.py has their parts.
-SWITCHES = ("heads-normed", "biased", "shared")
+SWITCHES = ("heads-normed", "biased", "shared", "recurrent")
 
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
@@ -114,6 +133,7 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "heads-normed": (DecoderBlock, _heads_normed()),
     "biased": (DecoderBlock, _biased()),
     "shared": (Gemma4Block, _shared()),
+    "recurrent": (DecoderBlock, _recurrent()),
     "sinks": (DecoderBlock, with_layers(_windows(24), sinks=True, out_factor=0.5)),
     "chunks": (DecoderBlock, with_layers(_windows(24), chunked=True, temperature=WARMER)),
     "latent": (DecoderBlock, _latent()),

@@ -1,0 +1,123 @@
+"""Families with Mamba 2 or short convolutions, alone, in turns with attention or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxllm.errors import ModelError
+from jaxllm.gguf.metadata import Metadata
+from jaxllm.models.config import LayerConfig, ModelConfig, Norms
+from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.family import (
+    Family,
+    Tensors,
+    read_layer,
+    read_model,
+    read_positive,
+)
+from jaxllm.models.recurrent import Mamba2, ShortConv
+from jaxllm.models.routing import Routing
+
+CHANNELS = 32  # of a convolution that go to one device together, where the width allows
+
+
+def _mamba(meta: Metadata, tensors: Tensors, layer: int) -> Mamba2:
+    names = "group_count", "time_step_rank", "inner_size", "state_size", "conv_kernel"
+    groups, heads, inner, keys, kernel = (meta.require(f"ssm.{name}", int) for name in names)
+    if min(groups, heads, keys) < 1 or kernel < 2 or heads % groups or inner % heads:
+        raise ModelError(
+            f"{meta.architecture} has {heads} heads in {groups} groups, keys of {keys}, an inner "
+            f"size of {inner} and a convolution over {kernel}; expected heads a multiple of "
+            "groups, the inner size one of heads, and at least 2 tokens"
+        )
+    normed = f"blk.{layer}.ssm_norm.weight" in tensors
+    return Mamba2(groups, heads // groups, inner // heads, keys, kernel, normed)
+
+
+def _without_attention(layer: LayerConfig, recurrent: Any = None) -> LayerConfig:
+    bare = dict(rope=None, qkv_bias=False, out_bias=False, qk_norm=False)
+    return replace(layer, kv_heads=0, q_per_kv=1, recurrent=recurrent, **bare)
+
+
+def _mamba2(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    layers = read_layer(meta, tensors, None, norms=Norms(mlp=None), partial=True)
+    layers = [
+        replace(_without_attention(own, _mamba(meta, tensors, i)), mlp=0)
+        for i, own in enumerate(layers)
+    ]
+    return read_model(meta, tensors, layers)
+
+
+def _falcon_h1(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Attention and Mamba 2 read one norm and are added together."""
+    layers = read_layer(meta, tensors, "halves", norms=Norms(mlp="ffn_norm"))
+    layers = [
+        replace(own, recurrent=_mamba(meta, tensors, i)).with_rope(factors=None)
+        for i, own in enumerate(layers)
+    ]
+    return read_model(meta, tensors, layers, unused=("rope_freqs.weight",))
+
+
+def _granite(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """As granite, with Mamba 2 in layers without KV heads."""
+    residual, embedding = (
+        float(meta.get(f"{what}_scale", 0.0)) or 1.0 for what in ("residual", "embedding")
+    )
+    key = "logit_scale"
+    pairs = "neighbours" if meta.get("rope.scaling.finetuned", True) else None
+    layers = read_layer(
+        meta, tensors, pairs, routing=Routing(), residual_scale=residual, partial=True
+    )
+    layers = [
+        own if own.kv_heads else _without_attention(own, _mamba(meta, tensors, i))
+        for i, own in enumerate(layers)
+    ]
+    return read_model(
+        meta,
+        tensors,
+        layers,
+        embed_scale=embedding,
+        logit_scale=1.0 / read_positive(meta, key, meta.require(key)),
+        unused=() if pairs else ("rope_freqs.weight",),
+    )
+
+
+def _nemotron_h(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Every layer is one thing: an MLP where it has columns, else attention or Mamba 2."""
+    layers = read_layer(
+        meta, tensors, None, mlp_gated=False, activation="relu2", norms=Norms(), partial=True
+    )
+    found = []
+    for i, own in enumerate(layers):
+        if own.mlp:
+            own = replace(_without_attention(own), norms=Norms(None, mlp="attn_norm.weight"))
+        else:
+            own = replace(own, norms=Norms(mlp=None), mlp_bias=False)
+            own = own if own.kv_heads else _without_attention(own, _mamba(meta, tensors, i))
+        found.append(own)
+    return read_model(meta, tensors, found)
+
+
+def _lfm2(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Short convolutions in layers without KV heads; the last norm has the embedding's name."""
+    routing = Routing("sigmoid")
+    layers = read_layer(meta, tensors, "halves", routing=routing, partial=True)
+    embed, kernel = meta.require("embedding_length", int), meta.require("shortconv.l_cache", int)
+    if kernel < 2:
+        raise ModelError(f"{meta.architecture}.shortconv.l_cache is {kernel}; expected at least 2")
+    width = CHANNELS if embed % CHANNELS == 0 else 1
+    conv = ShortConv(embed // width, width, kernel)
+    layers = [own if own.kv_heads else _without_attention(own, conv) for own in layers]
+    return read_model(meta, tensors, layers, embed_norm=None, norm_name="token_embd_norm")
+
+
+FAMILIES: Mapping[str, Family] = {
+    "falcon-h1": Family(DecoderBlock, _falcon_h1),
+    "granitehybrid": Family(DecoderBlock, _granite),
+    "lfm2": Family(DecoderBlock, _lfm2),
+    "lfm2moe": Family(DecoderBlock, _lfm2),
+    "mamba2": Family(DecoderBlock, _mamba2),
+    "nemotron_h": Family(DecoderBlock, _nemotron_h),
+}

@@ -1,0 +1,28 @@
+"""The recurrent mixer of a layer's slice, by its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import jax.numpy as jnp
+
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.delta import GatedDeltaNet
+from jaxllm.models.mamba2 import Mamba2Mixer
+from jaxllm.models.recurrent import DeltaNet, Mamba2, ShortConv
+from jaxllm.models.short_conv import ShortConvMixer
+
+Mixer: TypeAlias = GatedDeltaNet | Mamba2Mixer | ShortConvMixer
+KINDS: Mapping[type, type[Mixer]] = {
+    DeltaNet: GatedDeltaNet,
+    Mamba2: Mamba2Mixer,
+    ShortConv: ShortConvMixer,
+}
+
+
+def mixer(cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype) -> Mixer | None:
+    """That of so many groups; None for a layer without."""
+    if cfg.recurrent is None:
+        return None
+    return KINDS[type(cfg.recurrent)](cfg, groups, embed, dtype)

@@ -1,0 +1,111 @@
+"""What a recurrent layer is made of and what it keeps of a sequence in place of a KV cache.
+
+A state belongs to groups of heads: each device has those of its own groups. Every kind of layer
+says the arrays that one group keeps, all float32; they are zeros before the first token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Recurrent(Protocol):
+    """A kind of recurrent layer: its groups, and the shapes of what each keeps."""
+
+    @property
+    def groups(self) -> int: ...
+
+    @property
+    def state_shapes(self) -> Shapes: ...
+
+    @property
+    def work(self) -> int:
+        """Float32 values that a token of a chunk takes in a group while the layer runs."""
+        ...
+
+
+def state_bytes(recurrent: Recurrent) -> int:
+    """Of the state of one group of one sequence."""
+    return 4 * sum(map(prod, recurrent.state_shapes))
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net (Yang et al. 2024): see `jaxllm.models.delta`.
+
+    A group is one key head, which is also a query head, with the value heads that read it. The
+    value heads of a group stand together in tensors, or are `groups` apart where they are `tiled`.
+    """
+
+    groups: int
+    v_heads: int  # of a group
+    dim: int  # of a key, a query and a value
+    kernel: int  # tokens that the convolution sees
+    tiled: bool
+    joined: bool  # both rates are one tensor ssm_ba
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution, of a group: query, key and values."""
+        return (2 + self.v_heads) * self.dim
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The last inputs of the convolution, and each value head's memory [key, value]."""
+        return (self.kernel - 1, self.channels), (self.v_heads, self.dim, self.dim)
+
+    @property
+    def work(self) -> int:
+        return 4 * self.channels + self.v_heads * (6 * self.dim + 4 * CHUNK)
+
+
+CHUNK = 64  # tokens that a delta net takes in at once
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Mamba 2: see `jaxllm.models.mamba2`. A group is some heads with the key and query that they
+    share, and with a norm of its own."""
+
+    groups: int
+    heads: int  # of a group
+    dim: int  # of a head's values
+    keys: int  # values of a key and of a query
+    kernel: int  # tokens that the convolution sees
+    normed: bool
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution, of a group: values, key and query."""
+        return self.heads * self.dim + 2 * self.keys
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The last inputs of the convolution, and each head's memory [key, value]."""
+        return (self.kernel - 1, self.channels), (self.heads, self.keys, self.dim)
+
+    @property
+    def work(self) -> int:
+        return 4 * self.channels + self.heads * (4 * self.dim + 2 * self.keys + 4 * CHUNK)
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution over groups of channels: see `jaxllm.models.short_conv`."""
+
+    groups: int
+    channels: int  # of a group
+    kernel: int
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The last inputs of the convolution."""
+        return ((self.kernel - 1, self.channels),)
+
+    @property
+    def work(self) -> int:
+        return 6 * self.channels

@@ -1,0 +1,58 @@
+"""The gated short convolution of LFM2: y = c * conv(b * x), with b, c and x projections."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.conv import causal_conv
+from jaxllm.models.layers import Array, linear, matrix, param
+from jaxllm.models.recurrent import ShortConv
+from jaxllm.models.sections import together
+
+
+class ShortConvMixer(nnx.Module):
+    """Both projections and the convolution over a device's own groups of channels."""
+
+    def __init__(self, cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype):
+        assert isinstance(cfg.recurrent, ShortConv)
+        net = cfg.recurrent
+        axes = "state_group", "head_rows"
+        whole = net.groups * net.channels
+        self.inner = matrix(
+            (groups, 3 * net.channels, embed),
+            (*axes, "embed"),
+            ("shortconv.in_proj.weight",),
+            dtype,
+            form="sections",
+            sections=tuple(together(i * whole, net.channels) for i in range(3)),
+        )
+        self.taps = param(
+            (groups, net.channels, net.kernel),
+            (*axes, "tap"),
+            ("shortconv.conv.weight",),
+            jnp.dtype(jnp.float32),
+            form="sections",
+            sections=(together(0, net.channels),),
+        )
+        self.out = matrix(
+            (embed, groups, net.channels),
+            ("embed", "state_group", "head_rows"),
+            ("shortconv.out_proj.weight",),
+            dtype,
+            form="columns",
+        )
+
+    def __call__(
+        self, x: Array, state: tuple[Array, ...], counts: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """x [N, T, D] and states of own groups -> [N, T, D], to be summed over devices, and the
+        states after the first counts [N] tokens."""
+        w, out = self.inner[...], self.out[...]
+        y = linear(x, w.reshape(-1, w.shape[-1])).astype(jnp.float32)
+        y = jnp.moveaxis(y.reshape(*x.shape[:2], *w.shape[:2]), 2, 1)  # [N, G, T, 3 C]
+        b, c, u = jnp.split(y, 3, axis=-1)
+        u, last = causal_conv(b * u, self.taps[...], state[0], counts)
+        u = jnp.moveaxis(c * u, 2, 1).astype(x.dtype).reshape(*x.shape[:2], -1)
+        return linear(u, out.reshape(out.shape[0], -1)), (last,)
