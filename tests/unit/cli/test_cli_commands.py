@@ -14,7 +14,8 @@ import pytest
 
 from jaxllm import LLM, SamplingParams, hub
 from jaxllm.cli.main import make_parser
-from jaxllm.cli.options import SAMPLING, sampling_arguments, split_arguments
+from jaxllm.cli.options import SAMPLING, sampling_arguments
+from jaxllm.cli.split import split_arguments
 from sharding import PlanOptions
 
 Cli = Callable[..., tuple[int, str, str]]
