@@ -31,12 +31,12 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the script."""
     try:
-        import argcomplete
+        from argcomplete.shell_integration import shellcode
     except ImportError as error:
         raise OptionError(
             "completion needs argcomplete; install it with pip install 'jaxllm[completion]'"
         ) from error
-    script = argcomplete.shellcode(["jaxllm"], shell=args.shell)
+    script = shellcode(["jaxllm"], shell=args.shell)
     print(json.dumps({"shell": args.shell, "script": script}) if args.json else script)
     return 0
 
