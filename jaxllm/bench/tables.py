@@ -29,10 +29,15 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
+def _values(rows: Sequence[Row], name: str) -> list[Any]:
+    """Of a setting, by row; a row of options that could not be run tells only those."""
+    return [row[name] for row in rows if name in row]
+
+
 def settings(rows: Sequence[Row]) -> list[str]:
     """Settings that differ between rows, or were given."""
     given = {name for row in rows for name in row.get("given", ())}
-    differ = {n for n in SETTINGS if any(row.get(n) != rows[0].get(n) for row in rows)}
+    differ = {n for n in SETTINGS if len(set(_values(rows, n))) > 1}
     return [n for n in SETTINGS if n in differ or (n in given and n not in TITLE)]
 
 
@@ -56,17 +61,19 @@ def table(results: Results) -> Table:
 
 def title(results: Results) -> list[str]:
     """What all rows have in common."""
-    rows = results.rows
-    common = [n for n in TITLE if all(row.get(n) == rows[0].get(n) for row in rows)]
-    words = [f"jax {rows[0][n]}" if n == "jax" else cell(rows[0].get(n)) for n in common]
-    return [", ".join([*words, f"{rows[0].get('cores', '?')} cores"])]
+    words = []
+    for name in TITLE:
+        values = set(_values(results.rows, name))
+        if len(values) == 1:
+            words.append(f"{'jax ' if name == 'jax' else ''}{values.pop()}")
+    return [", ".join([*words, f"{results.rows[0].get('cores', '?')} cores"])]
 
 
 def remarks(results: Results) -> list[str]:
     """The machine, the bytes of the last decoded token, and whether anything else ran."""
     lines = []
-    row = results.rows[-1]
-    if row.get("read_gb_s") is not None:
+    known = [row for row in results.rows if row.get("read_gb_s") is not None]
+    for row in known[-1:]:
         words = f"memory read {row['read_gb_s']:.1f} GB/s"
         words += f", {row['dtype']} matmul {row['matmul_gflop_s']:.0f} GFLOP/s"
         if row.get("link_gb_s") is not None:
@@ -82,6 +89,7 @@ def remarks(results: Results) -> list[str]:
         )
     peers = dict.fromkeys(row["peer"] for row in results.rows if row.get("peer"))
     lines += [f"peer: {peer}, float32" for peer in peers]
+    row = results.rows[-1]
     if row.get("load_before", 0) > row.get("cores", 1) / 4:
         lines.append(f"the machine was not idle: load {row['load_before']:.1f} before")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxllm.errors import OptionError
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
+    from jaxllm.results import Completion
 
 
 class NotMeasured(Exception):
@@ -88,21 +90,19 @@ def run_test(llm: LLM, tokens: Tokens, test: Test) -> float:
         NotMeasured: when a prompt was computed from another depth than the test's.
         OptionError: when the context ends before the test does.
     """
-    from time import perf_counter
-
     from jaxllm import SamplingParams
 
     count = test.predict + 1 if not test.prompt else max(test.predict, 1)
     params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
     if not test.prompt:
         done = llm.generate(tokens.deep(max(test.depth, 1)), params)
-        _check_length(done, count)
+        _check_length(done, count, test)
         return sum(each.generation_rate for each in done)
     prompts = [ids + tokens.fresh(test.prompt) for ids in tokens.deep(test.depth)]
     start = perf_counter()
     done = llm.generate(prompts, params)
     seconds = perf_counter() - start
-    _check_length(done, count)
+    _check_length(done, count, test)
     kept = min(each.cached_tokens for each in done)
     if kept != test.depth:
         raise NotMeasured(
@@ -120,6 +120,6 @@ def keep_depth(llm: LLM, tokens: Tokens, depth: int) -> None:
         llm.generate(tokens.deep(depth), SamplingParams(max_tokens=1, temperature=0))
 
 
-def _check_length(done: Sequence[object], count: int) -> None:
-    if any(len(each.token_ids) < count for each in done):  # type: ignore[attr-defined]
-        raise OptionError(f"the context (-c) ends before {count} tokens; raise it")
+def _check_length(done: Sequence[Completion], count: int, test: Test) -> None:
+    if any(len(each.token_ids) < count for each in done):
+        raise OptionError(f"the context (-c) ends before {test.name} does; raise it")

@@ -14,6 +14,7 @@ import pytest
 from jaxllm import LLM, calibration
 from jaxllm.bench import Results
 from jaxllm.calibration import Limits
+from sharding.links import with_links
 
 TINY = ("-c", "64", "--page", "16", "-ub", "16", "--devices", "1")
 SIZES = ("-p", "24", "-n", "4")
@@ -29,7 +30,9 @@ def known_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(calibration, "measure_rates", rates)
-    monkeypatch.setattr(calibration, "measured", lambda mesh, how, path: mesh)
+    monkeypatch.setattr(
+        calibration, "measured", lambda mesh, how, path: with_links(mesh, [1.0] * len(mesh))
+    )
     monkeypatch.setattr(calibration, "measure_limits", lambda *asked: LIMITS)
 
 
@@ -111,6 +114,8 @@ def test_a_combination_that_cannot_be_is_a_row(cli: Cli, refused: Callable[..., 
     rows = json.loads(found[1])["rows"]
     assert [row["test"] for row in rows] == ["tg2", "-"] and rows[0]["attn_split"] == "1,1"
     assert "3 shares for 2 devices" in rows[1]["error"]
+    header = str(Results(tuple(rows))).splitlines()[1]
+    assert "attn_split" in header and "engine" not in header and "not measured" in header
     only = refused(*line, "--devices", "2", "-as", "1,1,1", "-as", "1,1,1,1")
     assert "shares for 2 devices" in only
 
@@ -185,4 +190,4 @@ def test_options_that_cannot_be(refused: Callable[..., str], small: str, tmp_pat
     assert "--n-depth is 8" in refused("bench", "-m", small, "-d", "8", *both)
     assert "give both" in refused("bench", "-m", small, "--peer-python", str(tmp_path))
     longer = ("-p", "4", "-n", "80", "-c", "64", "-r", "1", "--devices", "1")
-    assert "80" in refused("bench", "-m", small, *longer)
+    assert "ends before tg80 does" in refused("bench", "-m", small, *longer)
