@@ -24,6 +24,7 @@ Row = dict[str, Any]
 SETTINGS = (
     "model",
     "dtype",
+    "weights",
     "engine",
     "devices",
     "split_mode",

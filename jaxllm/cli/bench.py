@@ -183,7 +183,7 @@ def _measure_one(
         total = len(tests) * (args.repetitions + 1)
         tell = stack.enter_context(counting("bench", total, show=True))
         found = measure(llm, tests, args.repetitions, peer, tell)
-    settings = _settings(llm)
+    settings = _settings(llm, arguments)
     compared = _compared(llm, measure_limits)
     rows: list[Row] = []
     for (side, test), measured in found.items():
@@ -212,7 +212,7 @@ def _load(args: argparse.Namespace, tests: list[Test], arguments: dict[str, Any]
     return LLM.from_config(model_config(args.random_shape), **arguments)
 
 
-def _settings(llm: LLM) -> Row:
+def _settings(llm: LLM, arguments: dict[str, Any]) -> Row:
     """What was run, as columns."""
     import jax
 
@@ -224,6 +224,7 @@ def _settings(llm: LLM) -> Row:
     found |= {
         "model": plan.model.name,
         "dtype": llm.model.dtype,
+        "weights": arguments.get("weights", "dequantised"),
         "engine": plan.engine,
         "devices": " ".join(d.label for d in plan.mesh.devices),
         "parallel": options.slots,
