@@ -4,14 +4,17 @@ A device's memory rate is that of one-row products, which is what a decode step 
 rate that of a chunk's products; exchanges are those of `sharding.exchange`, and the host thread's
 time is that of one call of a compiled program. Rates are measured once and kept in a file beside
 those of links, by device, dtype and jax version.
+
+`measure_limits` tells what the first device can do at most, in any form. Measured speed is held
+against that; predictions are made from the rates above.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,13 +26,32 @@ import numpy as np
 from jaxllm.models.layers import linear
 from jaxllm.runtime import links_file, rates_file
 from sharding import Fabric, Mesh, exchange
-from sharding.links import Delivery, host_place, measured, read_rates, write_rates
+from sharding.links import (
+    Delivery,
+    Place,
+    host_place,
+    measure_link,
+    measured,
+    read_rates,
+    write_rates,
+)
 
 ROWS = 512  # of a chunk
 SIZE = {"cpu": (4096, 8192)}  # of the weights that are multiplied with; 128 MiB of float32
 LARGE = (8192, 16384)
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 24  # of a partial
 Measure = Callable[[Mesh, str], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the first device: 1e9 bytes a second that it reads from its memory, 1e9 operations a
+    second of products in the model's type, and 1e9 bytes a second of its host link, where pages
+    cross it."""
+
+    read_gb_s: float
+    matmul_gflop_s: float
+    link_gb_s: float | None
 
 
 def calibrated_mesh(mesh: Mesh, dtype: str, measure: Measure | None = None) -> Mesh:
@@ -86,15 +108,41 @@ def _names(devices: int) -> list[str]:
     return names + [f"{kind} {i}" for i in range(devices) for kind in ("read_gbps", "tflops")]
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    """Of the median of five runs, after one to compile."""
+def measure_limits(devices: Sequence[Any], dtype: str, place: Place | None) -> Limits:
+    """The best of five each; links are measured from `place`, a kind of host memory, if given.
+
+    Reading is the better of a sum and a matrix-vector product over an array no cache holds; which
+    of them XLA makes fast differs by platform. An accelerator is given several calls at a time, so
+    that it never waits for the host.
+    """
+    on_cpu = devices[0].platform == "cpu"
+    calls = 1 if on_cpu else 8
+
+    def best(fn: Callable[..., Any], *operands: Any) -> float:
+        jitted = jax.jit(fn)
+        return _seconds(lambda: [jitted(*operands) for _ in range(calls)], min) / calls
+
+    with jax.default_device(devices[0]):
+        rows = 1 << (13 if on_cpu else 16)
+        large, vector = jnp.ones((rows, 1 << 13)), jnp.ones(1 << 13)
+        read = large.nbytes / min(best(jnp.sum, large), best(jnp.matmul, large, vector))
+        size = 2048 if on_cpu else 8192
+        square = jnp.ones((size, size), dtype)
+        with jax.default_matmul_precision("highest"):
+            flops = 2 * size**3 / best(jnp.matmul, square, square)
+    link = None if place is None else measure_link(devices[0], Delivery(place, 64 << 20, 4))
+    return Limits(read / 1e9, flops / 1e9, link)
+
+
+def _seconds(run: Callable[[], Any], pick: Callable[[list[float]], float] = median) -> float:
+    """Of the median of five runs, after one to compile; `pick` chooses another."""
     jax.block_until_ready(run())
     spent = []
     for _ in range(5):
         began = time.perf_counter()
         jax.block_until_ready(run())
         spent.append(time.perf_counter() - began)
-    return median(spent)
+    return pick(spent)
 
 
 def _products(device: Any, dtype: str) -> tuple[float, float]:

@@ -13,10 +13,9 @@ from jaxllm.cli.options import (
     add_command,
     add_model,
     add_sampling,
-    add_split,
     sampling_arguments,
-    split_arguments,
 )
+from jaxllm.cli.split import add_split, split_arguments
 from jaxllm.errors import OptionError, PromptError
 from sharding import format_bytes
 

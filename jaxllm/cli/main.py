@@ -14,7 +14,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from jaxllm import __version__, interrupts
-from jaxllm.cli import bench, fetch, fit, generate, inspection, links, models, perplexity, plan
+from jaxllm.cli import (
+    bench,
+    completion,
+    fetch,
+    fit,
+    generate,
+    inspection,
+    links,
+    models,
+    perplexity,
+    plan,
+)
 from jaxllm.cli.entry import INTERRUPTED
 from jaxllm.cli.options import Parser
 from jaxllm.errors import JaxllmError
@@ -22,12 +33,26 @@ from sharding.errors import ShardingError
 from sharding.memory import exhausted
 
 BAD_INPUT, BROKEN_PIPE = 2, 141
+COMMANDS = (
+    generate,
+    plan,
+    fit,
+    inspection,
+    fetch,
+    models,
+    links,
+    bench,
+    perplexity,
+    completion,
+)
 
 _EXAMPLES = """examples:
   jaxllm generate "The capital of France is" -n 32
   jaxllm generate -m model.gguf --devices 3 -sm tensor -as 2,1,0 -nkvo "Once upon a time"
   jaxllm plan model.gguf --devices 2 -sm tensor -ts 3,1
+  jaxllm fit model.gguf -c 32768
   jaxllm inspect model.gguf
+  jaxllm bench -p 512 -n 64
 """
 
 
@@ -40,7 +65,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"jaxllm {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for command in (generate, plan, fit, inspection, fetch, models, links, bench, perplexity):
+    for command in COMMANDS:
         command.add(subparsers)
     return parser
 
@@ -78,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(argv: Sequence[str] | None) -> int:
     parser = make_parser()
+    completion.complete(parser)
     try:
         args = parser.parse_args(argv)
     except SystemExit as stop:  # after --help or --version; usage errors are exceptions

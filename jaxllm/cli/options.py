@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from jaxllm.errors import OptionError
-from sharding import BYTES_HELP, CACHE_BLOCKS, Mesh, PlanOptions
+from sharding import Mesh
 from sharding.machine import read_machine
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -75,87 +75,6 @@ def mesh_of(args: argparse.Namespace) -> Mesh:
     if args.devices is not None:
         raise OptionError("--devices does not go with --devices-file, which names its devices")
     return read_machine(args.devices_file)
-
-
-def add_split(parser: argparse.ArgumentParser) -> None:
-    """Everything that decides the plan: devices, shares, cache, engine."""
-    plan = PlanOptions
-    types = tuple(CACHE_BLOCKS)
-    group = parser.add_argument_group("devices, split and cache")
-    add = group.add_argument
-    add("--devices", type=int, metavar="N", help="devices to use (default all); virtual on a CPU")
-    modes = ("none", "layer", "tensor")
-    add("-sm", "--split-mode", choices=modes, help="one device, whole layers or every layer cut")
-    add("-ts", "--tensor-split", metavar="SHARES", help="a share of weights a device, as 3,1")
-    shares = "a share of attention heads and cache a device, as 2,1,0 (default as -ts); needs "
-    shares += "-sm tensor"
-    add("-as", "--attn-split", metavar="SHARES", help=shares)
-    host = "keep the KV cache in host memory and stream it"
-    add("-nkvo", "--no-kv-offload", action="store_true", help=host)
-    add("-ctk", "--cache-type-k", choices=types, help="type of cached keys (default as --dtype)")
-    add("-ctv", "--cache-type-v", choices=types, help="type of cached values (default as --dtype)")
-    kept = "of a host cache, layers to keep on the devices, the slowest link first"
-    add("-kvgl", "--kv-gpu-layers", type=int, metavar="N", help=kept)
-    room = f"of a host cache, what to keep on each device: {BYTES_HELP}, or auto: what is free"
-    add("--kv-device-bytes", metavar="BYTES", help=room)
-    pinned = "a host cache in memory that devices read by themselves (default: where there is)"
-    add("--kv-pinned", action=argparse.BooleanOptionalAction, help=pinned)
-    rates = "GB/s from host memory to each device, as 24.2,3.3 (default: measured if needed)"
-    add("--link-gbps", metavar="RATES", help=rates)
-    turn = "rotate what a quantised cache stores (default on)"
-    add("--kv-rotate", action=argparse.BooleanOptionalAction, help=turn)
-    ctx = "positions a sequence may have (default 2048, or the model's if that is less)"
-    add("-c", "--ctx-size", type=int, metavar="N", help=ctx)
-    add("-np", "--parallel", type=int, metavar="N", help="sequences that run at once (default 1)")
-    chunk = f"tokens of a prefill chunk, a power of two (default {plan.ubatch})"
-    add("-ub", "--ubatch-size", type=int, metavar="N", help=chunk)
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, help="of weights and activations (default by the platform)")
-    held = "hold them in --dtype or as the file does (default dequantised)"
-    add("--weights", choices=("dequantised", "quantised"), help=held)
-    engines = ("auto", "fused", "staged")
-    add("--engine", choices=engines, help="one program, one a stage, or what fits (default auto)")
-    cuts = ("nearest", "llama.cpp")
-    add("--rounding", choices=cuts, help=f"how shares become heads (default {plan.rounding})")
-    add("--dither", action="store_true", help="round over layers so that the mean follows shares")
-    copies = "store KV heads more than once rather than leave devices without attention"
-    add("--kv-replicate", action="store_true", help=copies)
-    page = f"positions of a cache page, a power of two (default {plan.page})"
-    add("--page", type=int, metavar="N", help=page)
-    pages = f"pages of the largest copy from host memory (default {plan.group_pages})"
-    add("--group-pages", type=int, metavar="N", help=pages)
-    ahead = f"copies in flight; 0: each only when needed (default {plan.prefetch})"
-    add("--prefetch", type=int, metavar="N", help=ahead)
-
-
-def split_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `LLM.from_gguf` from the options of `add_split`."""
-    given = {
-        "split_mode": args.split_mode,
-        "tensor_split": args.tensor_split,
-        "attn_split": args.attn_split,
-        "kv": "host" if args.no_kv_offload else None,
-        "cache_type_k": args.cache_type_k,
-        "cache_type_v": args.cache_type_v,
-        "kv_gpu_layers": args.kv_gpu_layers,
-        "kv_device_bytes": args.kv_device_bytes,
-        "kv_pinned": args.kv_pinned,
-        "link_gbps": args.link_gbps,
-        "kv_rotate": args.kv_rotate,
-        "ctx": args.ctx_size,
-        "parallel": args.parallel,
-        "ubatch": args.ubatch_size,
-        "dtype": args.dtype,
-        "weights": args.weights,
-        "engine": args.engine,
-        "rounding": args.rounding,
-        "dither": args.dither or None,
-        "kv_replicate": args.kv_replicate or None,
-        "page": args.page,
-        "group_pages": args.group_pages,
-        "prefetch": args.prefetch,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 class SamplingOption(NamedTuple):

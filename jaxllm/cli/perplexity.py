@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxllm.cli.generate import read_prompt
-from jaxllm.cli.options import add_command, add_model, add_split, split_arguments
+from jaxllm.cli.options import add_command, add_model
+from jaxllm.cli.split import add_split, split_arguments
 from jaxllm.errors import OptionError, PromptError
 from jaxllm.perplexity import DEFAULT_CTX, Perplexity, count_chunks, perplexity
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.kl_divergence and args.kl_divergence_base is None:
         raise OptionError("--kl-divergence needs the base run's file; give --kl-divergence-base")
     text = read_prompt(None, args.file)
-    ctx = args.ctx_size or DEFAULT_CTX
+    ctx = args.ctx or DEFAULT_CTX
 
     from jaxllm import LLM
     from jaxllm.progress import counting

@@ -10,10 +10,9 @@ from jaxllm.cli.options import (
     MODEL_HELP,
     add_command,
     add_machine,
-    add_split,
     mesh_of,
-    split_arguments,
 )
+from jaxllm.cli.split import add_split, split_arguments
 
 _EXAMPLES = """\
   jaxllm plan smollm2-135m --devices 3 -sm tensor -as 2,1,0 -nkvo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,11 +15,23 @@ import pytest
 
 from jaxllm import LLM, SamplingParams, hub
 from jaxllm.cli.main import make_parser
-from jaxllm.cli.options import SAMPLING, sampling_arguments, split_arguments
+from jaxllm.cli.options import SAMPLING, sampling_arguments
+from jaxllm.cli.split import split_arguments
 from sharding import PlanOptions
 
 Cli = Callable[..., tuple[int, str, str]]
-COMMANDS = ("generate", "plan", "inspect", "fetch", "models", "links", "bench")
+COMMANDS = (
+    "generate",
+    "plan",
+    "fit",
+    "inspect",
+    "fetch",
+    "models",
+    "links",
+    "bench",
+    "perplexity",
+    "completion",
+)
 TINY = ("-c", "64", "--page", "16", "-ub", "16", "--devices", "1")
 GREEDY = ("--temp", "0", "-n", "12", "--ignore-eos")
 pytestmark = pytest.mark.smoke
@@ -45,7 +58,26 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
         make_parser().parse_args([command, "--help"])
     out = capsys.readouterr().out
     assert stop.value.code == 0
-    assert f"  jaxllm {command}" in out.split("examples:")[1]
+    assert f"jaxllm {command}" in out.split("examples:")[1]
+    assert "--json" in out
+
+
+def test_a_shell_completes_commands_options_and_choices(cli: Cli, tmp_path: Path):
+    pytest.importorskip("argcomplete")
+    for shell in ("bash", "zsh", "fish"):
+        assert "_ARGCOMPLETE" in cli("completion", shell)[1]
+        assert json.loads(cli("completion", shell, "--json")[1])["shell"] == shell
+
+    def answer(line: str) -> list[str]:
+        asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " ", "COMP_LINE": line}
+        asked |= {"COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "a")}
+        command = [sys.executable, "-m", "jaxllm"]
+        subprocess.run(command, env=os.environ | asked, check=True, capture_output=True)
+        return (tmp_path / "a").read_text().split()
+
+    assert answer("jaxllm pe") == ["perplexity"]
+    assert {"--tensor-split", "--rounding"} <= set(answer("jaxllm plan --"))
+    assert answer("jaxllm plan --rounding ne") == ["nearest"]
 
 
 def test_help_and_models_start_without_jax():

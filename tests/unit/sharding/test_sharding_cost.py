@@ -5,32 +5,29 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 from cost_tables import (
     GEMMA,
     LATENCY_US,
+    LAYERS_15K,
+    LAYERS_58K,
     QWEN,
-    READ,
     TABLES,
-    gemma,
-    layer_split,
-    machine,
-    on,
-    plan,
-    qwen,
-    tg,
+    Rows,
+    layer_table,
+    resident,
+    resident_layer_table,
+    resident_layers,
+    resident_table,
+    tensor_table,
 )
 from sharding_models import model, tensors
 
 from sharding import DoesNotFit, Mesh, Plan, PlanError, PlanOptions, make_plan
 from sharding.cost import CostModel, calibrated
 from sharding.fabric import Fabric
-
-ALIKE = machine(links=(1.0, 1.0))  # links alike take turns: the tables' round robin
-Rows = list[dict[str, Any]]
 
 
 def same_ranking(found: list[float], rows: Rows) -> bool:
@@ -40,87 +37,22 @@ def same_ranking(found: list[float], rows: Rows) -> bool:
     return all((seen[i] > seen[j]) == (found[i] > found[j]) for i, j in pairs if seen[i] != seen[j])
 
 
-def streamed(row: dict[str, Any], kind: str, ctx: int, **options: Any) -> Plan:
-    """A row of a table with the cache in host memory."""
-    mesh = machine() if row.get("order") == "slowest_first" else ALIKE
-    return plan(
-        qwen(),
-        mesh,
-        kv="host",
-        kv_gpu_layers=row["kvgl"],
-        cache_type_k=kind,
-        cache_type_v=kind,
-        ctx=ctx,
-        **options,
-    )
-
-
-def predicted(rows: Rows, plans: list[Plan], position: int) -> list[float]:
-    """Rates of a table's rows, computing taken from the last of those that stream nothing."""
-    base = next(i for i in reversed(range(len(rows))) if rows[i]["kvgl"] == 16)
-    mesh = calibrated(on(machine(), plans[base]), position, 1 / rows[base]["tg"])
-    return [tg(on(mesh, each), position) for each in plans]
-
-
-@pytest.mark.parametrize(
-    "table, ctx, position",
-    [
-        ("layer_split_f16_ctx20480_prompt15216", 20480, 15216),
-        ("layer_split_ctx65536_prompt58466", 65536, 58466),
-    ],
-)
-def test_layer_split_tables(table: str, ctx: int, position: int):
-    rows = TABLES[table]
-    plans = [
-        streamed(
-            row, row.get("cache", "f16"), ctx, split_mode="layer", tensor_split=layer_split(50)
-        )
-        for row in rows
-    ]
-    found = predicted(rows, plans, position)
+@pytest.mark.parametrize("table", [LAYERS_15K, LAYERS_58K])
+def test_layer_split_tables(table: str):
+    rows, found = layer_table(table)
     assert found == pytest.approx([row["tg"] for row in rows], rel=0.10)
     assert same_ranking(found, rows)
 
 
 def test_tensor_split_table():
-    rows = TABLES["tensor_split_50_50_q8_0_ctx65536_prompt58466"]
-    plans = [
-        streamed(row, "q8_0", 65536, split_mode="tensor", tensor_split=(1, 1), attn_split=share)
-        for row, share in zip(rows, (row["attn_split"] for row in rows), strict=True)
-    ]
-    ordered = sorted(range(len(rows)), key=lambda i: rows[i]["kvgl"])
-    rows, plans = [rows[i] for i in ordered], [plans[i] for i in ordered]
-    found = predicted(rows, plans, 58466)
+    rows, found = tensor_table()
     assert found == pytest.approx([row["tg"] for row in rows], rel=0.20)
     assert same_ranking(found, rows)
 
 
-@cache
-def resident(name: str, shares: tuple[int, int]) -> Plan:
-    sizes = {QWEN: qwen, GEMMA: gemma}[name]()
-    types: dict[str, Any] = {"cache_type_k": "f16", "cache_type_v": "f16", "ctx": 640}
-    return plan(sizes, machine(), split_mode="tensor", tensor_split=shares, **types)
-
-
-def fitted_rates(name: str, rows: Rows) -> tuple[float, float]:
-    """Memory rates by which the first row, which the second device limits, and the last one, which
-    the first limits, are as measured."""
-    read = list(READ)
-    for _ in range(8):
-        for device, row in ((0, rows[-1]), (1, rows[0])):
-            low, high = 10.0, 5000.0
-            for _ in range(24):
-                read[device] = (low * high) ** 0.5
-                rate = tg(on(machine((read[0], read[1])), resident(name, tuple(row["ts"]))), 64)
-                low, high = (read[device], high) if rate < row["tg128"] else (low, read[device])
-    return read[0], read[1]
-
-
 @pytest.mark.parametrize("name", [QWEN, GEMMA])
 def test_tensor_split_resident_tables(name: str):
-    rows = [row | {"tg": row["tg128"]} for row in TABLES["tensor_split_resident"][name][:-1]]
-    mesh = machine(fitted_rates(name, rows))
-    found = [tg(on(mesh, resident(name, tuple(row["ts"]))), 64) for row in rows]
+    rows, found = resident_table(name)
     assert found == pytest.approx([row["tg"] for row in rows], rel=0.20)
     assert same_ranking(found, rows)
     best, measured = found.index(max(found)), rows.index(max(rows, key=lambda row: row["tg"]))
@@ -128,22 +60,9 @@ def test_tensor_split_resident_tables(name: str):
 
 
 def test_layer_split_resident_table():
-    rows = [row for row in TABLES["layer_split_resident_kvgl16"] if "tg" in row]
-    plans = [resident_layers(row["ts"][0]) for row in rows]
-    # Devices take turns: bytes / rate of both is linear in the rates' inverses; two rows give them.
-    work = [CostModel(on(machine((1.0, 1.0)), p)).decode(58466) for p in plans]
-    (a, b), (c, d) = work[0].turns, work[1].turns
-    s, t = (1 / row["tg"] - step.exchange for row, step in zip(rows[:2], work[:2], strict=True))
-    inverse = (s * d - t * b) / (a * d - b * c), (a * t - c * s) / (a * d - b * c)
-    mesh = machine((1 / inverse[0], 1 / inverse[1]))
-    found = [tg(on(mesh, each), 58466) for each in plans]
+    rows, found = resident_layer_table()
     assert found == pytest.approx([row["tg"] for row in rows], rel=0.10)
     assert same_ranking(found, rows)
-
-
-def resident_layers(percent: int) -> Plan:
-    types: dict[str, Any] = {"cache_type_k": "q8_0", "cache_type_v": "q8_0", "ctx": 65536}
-    return plan(qwen(), machine(), tensor_split=layer_split(percent), **types)
 
 
 def test_rows_that_do_not_fit():
