@@ -13,6 +13,7 @@ from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import (
     Family,
     Tensors,
+    check_numbers,
     read_layer,
     read_model,
     read_positive,
@@ -101,15 +102,22 @@ def _nemotron_h(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 
 def _lfm2(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """Short convolutions in layers without KV heads; the last norm has the embedding's name."""
+    """Short convolutions in layers without KV heads; the last norm has the embedding's name. In
+    dense files a window is that of every layer with attention."""
     routing = Routing("sigmoid")
-    layers = read_layer(meta, tensors, "halves", routing=routing, partial=True)
+    if meta.architecture == "lfm2moe":
+        check_numbers(meta, {"attention.sliding_window": 0})
+    window = int(meta.get("attention.sliding_window", 0)) or None
+    layers = read_layer(meta, tensors, "halves", routing=routing, partial=True, window=True)
     embed, kernel = meta.require("embedding_length", int), meta.require("shortconv.l_cache", int)
     if kernel < 2:
         raise ModelError(f"{meta.architecture}.shortconv.l_cache is {kernel}; expected at least 2")
     width = CHANNELS if embed % CHANNELS == 0 else 1
     conv = ShortConv(embed // width, width, kernel)
-    layers = [own if own.kv_heads else _without_attention(own, conv) for own in layers]
+    layers = [
+        replace(own, window=window) if own.kv_heads else _without_attention(own, conv)
+        for own in layers
+    ]
     return read_model(meta, tensors, layers, embed_norm=None, norm_name="token_embd_norm")
 
 
