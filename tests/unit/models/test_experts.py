@@ -145,7 +145,7 @@ def test_joined_gate_and_up_are_what_two_tensors_are(dims: tuple[int, ...]):
     own = slice(2, 5)
     index = (slice(0, 3), slice(0, 2), own, *(slice(0, n) for n in dims))
     for names in (("both",), ("gate", "up")):
-        slot = Slot("ffn.gate_up", 0, shape, axes, names, "experts_stack", np.dtype(np.float32))
+        slot = Slot("ffn.gate_up", 0, shape, axes, names, "experts_stack", F32, False, None, ())
         out = np.zeros((3, 2, 3, *dims), np.float32)
         source.fill(slot, index, out)
         np.testing.assert_array_equal(out, apart[:, :, own])
