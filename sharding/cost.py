@@ -103,9 +103,12 @@ class CostModel:
         self._attn = _Weights.none(layers, devices)
         self._mlp = _Weights.none(layers, devices)
         self._experts = _Weights.none(layers, devices)
-        self._head = np.zeros((2, devices))
+        self._tables: dict[str, Floats] = {"": np.zeros((2, devices))}  # outside the layers
+        self._counted: set[str] = set()  # matrices
         for tensor in plan.tensors:
             self._count(tensor)
+        # Of several tables the head reads one whole; an embedding takes a few rows.
+        self._head = max(self._tables.values(), key=np.sum)
         self._groups = np.array([_counts(plan, layer.groups) for layer in plan.layers], float)
 
     def under(self, plan: Plan) -> CostModel:
@@ -138,19 +141,22 @@ class CostModel:
 
     def _count(self, tensor: TensorShape) -> None:
         plan = self.plan
-        values = float(np.prod(tensor.shape))
+        elements = float(np.prod(tensor.shape))
+        # Each array of a quantised matrix covers all its values, which are multiplied with once.
+        matrix = tensor.name.rpartition(".")[0] if tensor.packs > 1 else tensor.name
+        values = 0.0 if matrix in self._counted else elements * tensor.packs
+        self._counted.add(matrix)
         split = tensor.split_axis
         ranges = None if split is None else plan.ranges(split.name, tensor.layer)
         if ranges is None:
             part = np.array([plan.holds(tensor, d) for d in range(len(plan.mesh))], float)
         else:
-            size = tensor.shape[tensor.axes.index(split.name)] if split else 1
-            part = _counts(plan, ranges) / size
-        both = np.stack((values * tensor.itemsize * part, values * part))
+            dim = tensor.axes.index(split.name) if split else 0
+            part = _counts(plan, ranges) / (tensor.shape[dim] * tensor.packs_along(dim))
+        both = np.stack((elements * tensor.itemsize * part, values * part))
         if tensor.layer is None:
-            # Of several tables the head reads one whole; an embedding takes a few rows.
-            if split is not None and both.sum() > self._head.sum():
-                self._head = both
+            if split is not None:
+                self._tables[matrix] = self._tables.get(matrix, 0.0) + both
             return
         if "expert" in tensor.axes and "mlp" in tensor.axes:
             into = self._experts

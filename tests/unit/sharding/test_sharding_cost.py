@@ -134,6 +134,32 @@ def test_a_mixture_reads_the_experts_that_tokens_are_sent_to():
     assert two - one == pytest.approx(size / 1e9)  # two experts in place of one
 
 
+def test_quantised_weights_are_multiplied_with_once_and_read_in_parts():
+    """Four-bit codes, two a byte, and a scale of two bytes for 32 values."""
+    shape = model(1)
+    halves = [t for t in tensors(shape) if t.name.endswith("down")]
+    assert halves
+    packed = [
+        replace(
+            t,
+            name=f"{t.name}.{name}",
+            shape=(*t.shape[:-1], t.shape[-1] // packs),
+            itemsize=itemsize,
+            packs=packs,
+        )
+        for t in halves
+        for name, packs, itemsize in (("codes", 2, 1), ("scales", 32, 2))
+    ]
+    mesh = Mesh.virtual(2, read_gbps=1.0, tflops=1e-3)
+    options = PlanOptions(split_mode="tensor", ctx=64, page=16, ubatch=32)
+    whole, parts = (
+        CostModel(make_plan(shape, mesh, options, t)).work(1, 1, 0.0)[1] for t in (halves, packed)
+    )
+    assert parts[1] == pytest.approx(whole[1])
+    values = sum(t.shape[-1] * t.shape[-2] for t in halves)
+    assert parts[0].sum() == pytest.approx(values * (1 / 2 + 2 / 32))
+
+
 def test_exchanges():
     fabric = Fabric(10, 1.0, devices_per_host=4, between_latency_us=100, between_gbps=0.1)
     size = 1e6
