@@ -14,7 +14,7 @@ import warnings
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-INTERRUPTED = 130
+SIGNALLED, INTERRUPTED = 128, 130  # codes above the first stand for signals, as in a shell
 
 
 def run() -> NoReturn:
@@ -35,6 +35,9 @@ def run() -> NoReturn:
     code = main()
     if heeds:
         signal.signal(signal.SIGINT, _end)
+    if code > SIGNALLED:  # programs may still run; to take Python down under them crashes
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

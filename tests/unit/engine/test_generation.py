@@ -486,7 +486,7 @@ def heeds_interrupts() -> Iterator[None]:
 def test_an_interrupt_that_a_callback_drops_ends_generation(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """In a chunk of the prompt, and in a decode step."""
+    """In a chunk of the prompt, and in decode steps, drawn or greedy."""
 
     class Dropping:
         def __del__(self) -> None:
@@ -495,19 +495,19 @@ def test_an_interrupt_that_a_callback_drops_ends_generation(
     monkeypatch.setattr(sys, "unraisablehook", lambda lost: None)
     llm = _llm(kind)
     prompts = [random_ids(40)]
-    expected = llm.generate(prompts, drawn(5))[0].token_ids
-    forward = llm.engine.forward
-    for at in (0, 5):
-        calls = iter(range(100))
+    places = (("forward", drawn(5), 0), ("forward", drawn(5), 5), ("read", greedy(5), 2))
+    for name, params, at in places:
+        expected = llm.generate(prompts, params)[0].token_ids
+        method, calls = getattr(llm.engine, name), iter(range(100))
 
-        def dropping(*args: Any, calls: Any = calls, at: int = at) -> Any:
+        def dropping(*args: Any, method: Any = method, calls: Any = calls, at: int = at) -> Any:
             if next(calls) == at:
                 Dropping()
-            return forward(*args)
+            return method(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine, "forward", dropping)
+            patch.setattr(llm.engine, name, dropping)
             with pytest.raises(KeyboardInterrupt):
-                llm.generate(prompts, drawn(5))
+                llm.generate(prompts, params)
         assert next(calls) == at + 1
-        assert llm.generate(prompts, drawn(5))[0].token_ids == expected
+        assert llm.generate(prompts, params)[0].token_ids == expected
