@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 
 from jaxllm.models.config import RMS, LayerConfig, NormStyle, bias_of
-from jaxllm.models.quantised import Quantised, values
+from jaxllm.models.quantised import Quantised
 from jaxllm.models.sections import Section
 
 Array: TypeAlias = jax.Array
@@ -34,26 +34,25 @@ def precision_of(x: Array) -> lax.Precision | None:
 
 
 VECTOR_PARTS = 8  # a matrix times one vector, in as many parallel parts
+TILE = 1 << 16  # values of a quantised matrix that a CPU unpacks at a time
 
 
 def linear(x: Array, w: Array | Quantised) -> Array:
-    """x [..., in] times w [out, in] transposed: [..., out] in x's dtype.
+    """x [..., in] times w [out, in] transposed: [..., out] in x's dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = quantised_product(rows, w) if isinstance(w, Quantised) else product(rows, w)
+    return y.reshape(*x.shape[:-1], w.shape[0])
 
-    A quantised matrix is read as it is for one row. For more it is unpacked first, and only when x
-    is there: no two matrices are unpacked at a time.
+
+def product(rows: Array, w: Array) -> Array:
+    """rows [M, in] times w [out, in] transposed: [M, out].
 
     CPUs have forms of their own, chosen when the program is lowered: XLA:CPU reads the weight in
     order when it is the left operand, and spreads a batch of products over its threads where it
     would leave a small product of one row to one of them. `docs/performance.md` has figures.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    out = w.shape[0]
-    if isinstance(w, Quantised):
-        if len(rows) == 1:
-            return w.product(rows[0]).astype(x.dtype).reshape(*x.shape[:-1], out)
-        rows, packed = lax.optimization_barrier((rows, w))
-        w = values(packed)
     exact = precision_of(rows)
+    out = w.shape[0]
 
     def one_row(rows: Array, w: Array) -> Array:
         parts = w.reshape(VECTOR_PARTS, out // VECTOR_PARTS, w.shape[1])
@@ -69,8 +68,31 @@ def linear(x: Array, w: Array | Quantised) -> Array:
 
     alone = len(rows) == 1 and out > 0 and out % VECTOR_PARTS == 0
     on_cpu = one_row if alone else weight_left
-    y = lax.platform_dependent(rows, w, cpu=on_cpu, default=weight_right)
-    return y.reshape(*x.shape[:-1], out)
+    return lax.platform_dependent(rows, w, cpu=on_cpu, default=weight_right)
+
+
+def quantised_product(rows: Array, w: Quantised) -> Array:
+    """rows [M, in] times w [out, in] transposed: [M, out].
+
+    One row is multiplied by the codes as they are. For more the matrix is unpacked first, and only
+    when the rows are there: no two matrices are unpacked at a time. XLA:CPU would unpack them all
+    at once, in both cases; there a loop unpacks a few rows that stay in the processor's cache.
+    """
+    out, size = w.shape
+    tile = next((n for n in range(min(out, TILE // size), 0, -1) if out % n == 0), 1)
+
+    def whole(rows: Array, w: Quantised) -> Array:
+        if len(rows) == 1:
+            return w.product(rows[0])[None].astype(rows.dtype)
+        rows, w = lax.optimization_barrier((rows, w))
+        return product(rows, w.values())
+
+    def in_tiles(rows: Array, w: Quantised) -> Array:
+        tiles = w.reshape(out // tile, tile, size)
+        y = lax.map(lambda part: product(rows, part.values()), tiles)  # [tiles, M, tile]
+        return y.transpose(1, 0, 2).reshape(len(rows), out)
+
+    return lax.platform_dependent(rows, w, cpu=in_tiles, default=whole)
 
 
 def param(
