@@ -89,7 +89,7 @@ def test_a_sweep_with_depths_and_a_prompt_with_what_follows(
     read = (deep["weight_bytes"] + 2 * deep["cache_bytes"]) / 10e9
     assert 2 / deep["limit"] == pytest.approx(max(read, 2 * deep["link_bytes"] / 1e9))
     table = str(results).splitlines()
-    assert table[1].split()[:6] == ["kv", "parallel", "ubatch", "ctx", "page", "test"]
+    assert table[1].split()[:7] == ["engine", "kv", "parallel", "ubatch", "ctx", "page", "test"]
     assert "link MB/token" in table[1] and "memory read 10.0 GB/s" in str(results)
     assert results.to_markdown().splitlines()[1].startswith("| --- | ---: |")
     assert "<table>" in results._repr_html_()
