@@ -91,7 +91,7 @@ def test_a_sweep_with_depths_and_a_prompt_with_what_follows(
     table = str(results).splitlines()
     assert table[1].split()[:7] == ["engine", "kv", "parallel", "ubatch", "ctx", "page", "test"]
     assert "link MB/token" in table[1] and "memory read 10.0 GB/s" in str(results)
-    assert results.to_markdown().splitlines()[1].startswith("| --- | ---: |")
+    assert results.to_markdown().splitlines()[1].startswith("| --- | --- | ---: |")
     assert "<table>" in results._repr_html_()
     columns = list(csv.DictReader(results.to_csv().splitlines()))
     assert len(columns) == 18 and float(columns[1]["median"]) > 0
