@@ -51,8 +51,8 @@ class Engine(ABC):
 
     def greedy(self, tokens: Any, starts: np.ndarray) -> Any:
         """A whole step of all rows, tokens int32 [rows] at positions starts [rows]: the likeliest
-        tokens, for `read`. Where `runs_ahead`, it returns before
-        they are known, and they may be the tokens of the next step while they still are not."""
+        tokens, for `read`. Where `runs_ahead`, it returns before they are known, and they may be
+        the tokens of the next step while they still are not."""
         hidden = self.forward(np.asarray(tokens)[:, None], 0, starts)
         best = self.logits(hidden, np.zeros((len(starts), 1), np.int32), 1)
         self.settle(0, starts + 1)

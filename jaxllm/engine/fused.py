@@ -79,15 +79,16 @@ def forward(
     ):
         block, parts = definition.bind(values), []
         if cfg.recurrent is not None:
-            partial, states[index] = run_recurrent(block, x, states[index], step)
-            parts.append(partial)
+            mixed, states[index] = run_recurrent(block, x, states[index], step)
+            parts.append(mixed)
         if cfg.kv_heads:
             heads = block.project(x)
             squares = block.head_squares(heads)
             squares = None if squares is None else total(squares)
             own = rings[index] if cfg.owns_cache else None
             q, carry, own = begin_attention(block, cfg, heads, squares, own, step)
-            rings |= {} if own is None else {index: own}
+            if own is not None:
+                rings[index] = own
             if span is None:
                 carry = attend_ring(cfg, carry, q, rings[owner], step.row, step.positions)
             else:
@@ -125,12 +126,15 @@ def _total(mesh: JaxMesh | None) -> Callable[[Array], Array]:
     return (lambda x: x) if mesh is None else partial(jax.lax.psum, axis_name=AXIS)
 
 
-@partial(
+_program = partial(
     jax.jit,
     static_argnames=("model", "mesh", "span"),
     donate_argnames=("cache",),
     compiler_options=DEVICE_LOOPS,
 )
+
+
+@_program
 def _forward(
     leaves: Leaves,
     cache: Cache,
@@ -146,7 +150,7 @@ def _forward(
     return _per_device(mesh, local, 2, 1)(leaves, cache, packed)
 
 
-@partial(jax.jit, static_argnames=("model", "mesh", "span"), donate_argnames=("cache",))
+@_program
 def _greedy(
     leaves: Leaves,
     cache: Cache,

@@ -19,8 +19,8 @@ def keep_quantised(
 ) -> tuple[list[Kinds], tuple[str, ...]]:
     """What is held quantised of each layer and, last, of the ends; and a note for each reason why
     other quantised tensors are not. The plan needs no tensors: its cuts are asked."""
-    kinds: dict[int | None, list[tuple[str, BlockType]]] = {}
-    kinds = {layer: [] for layer in (*range(len(plan.layers)), None)}
+    places = (*range(len(plan.layers)), None)
+    kinds: dict[int | None, list[tuple[str, BlockType]]] = {place: [] for place in places}
     unpacked: dict[str, list[str]] = {}
     for slot in slots:
         types = {stored[name] for name in slot.source if name in stored}

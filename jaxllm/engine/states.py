@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,11 +24,6 @@ def empty_state(cfg: LayerConfig, lead: Sequence[int], sharding: Any) -> State:
     assert cfg.recurrent is not None
     shapes = cfg.recurrent.state_shapes
     return tuple(jnp.zeros((*lead, *s), jnp.float32, device=sharding) for s in shapes)
-
-
-def read_state(state: State, row: int, axis: int) -> list[np.ndarray]:
-    """One row of a layer's state in host memory."""
-    return [np.asarray(jax.lax.index_in_dim(a, row, axis, keepdims=False)) for a in state]
 
 
 class StateEnds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log, sqrt
 from typing import Any
@@ -156,11 +156,11 @@ def read_layer(
     """
     refuse_unread(meta, window)
     embed = meta.require("embedding_length", int)
-    stored = meta.require("block_count", int)
-    count = stored - int(meta.get(DRAFTS, 0))
-    heads = meta.per_layer("attention.head_count", stored)[:count]
-    kv_heads = meta.per_layer("attention.head_count_kv", stored, heads)[:count]
-    columns = meta.per_layer("feed_forward_length", stored)[:count]
+    blocks = meta.require("block_count", int)
+    count = blocks - int(meta.get(DRAFTS, 0))
+    heads = meta.per_layer("attention.head_count", blocks)[:count]
+    kv_heads = meta.per_layer("attention.head_count_kv", blocks, heads)[:count]
+    columns = meta.per_layer("feed_forward_length", blocks)[:count]
     if count < 1:
         raise ModelError(f"{meta.architecture}.block_count is {count}; it must be at least 1")
     layers = []
@@ -195,15 +195,15 @@ def read_layer(
         )
         fields |= changes
         fields["norm"] = NormStyle(norm, weights)
-        stored = _stored(tensors, f"blk.{i}.", fields)
-        stored |= read_experts(meta, tensors, i, routing)
+        stored = _stored(tensors, f"blk.{i}.", fields) | read_experts(meta, tensors, i, routing)
         layers.append(LayerConfig(**(fields | stored | changes)))
     return layers
 
 
-def in_window(layer: int, period: int) -> bool:
-    """Whether a layer has the window: all but the last of each `period`, and all for period 0."""
-    return period == 0 or layer % period < period - 1
+def in_window(layer: int, period: int, full_first: bool = False) -> bool:
+    """Whether a layer has the window: all but the last (or first) of each `period`, and all for
+    period 0."""
+    return period == 0 or layer % period != (0 if full_first else period - 1)
 
 
 def _stored(tensors: Tensors, prefix: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,8 +287,17 @@ def read_windows(
     window = int(meta.get("attention.sliding_window", default)) or None
     pattern = meta.get("attention.sliding_window_pattern", period)
     if isinstance(pattern, int) and not isinstance(pattern, bool):
-        full = 0 if full_first else pattern - 1
-        windowed = [pattern == 0 or i % pattern != full for i in range(count)]
+        windowed = [in_window(i, pattern, full_first) for i in range(count)]
     else:
         windowed = list(meta.per_layer("attention.sliding_window_pattern", count))
     return [window if has else None for has in windowed]
+
+
+def with_windows(
+    layers: Sequence[LayerConfig], windows: Sequence[int | None], rope_everywhere: bool
+) -> list[LayerConfig]:
+    """The layers with these windows; those without one may have no rope."""
+    return [
+        replace(layer, window=window, rope=layer.rope if window or rope_everywhere else None)
+        for layer, window in zip(layers, windows, strict=True)
+    ]

@@ -16,10 +16,10 @@ from jaxllm.models.family import (
     check_numbers,
     read_layer,
     read_model,
-    read_positive,
 )
 from jaxllm.models.recurrent import Mamba2, ShortConv
 from jaxllm.models.routing import Routing
+from jaxllm.models.scaled import granite_layers, granite_model
 
 CHANNELS = 32  # of a convolution that go to one device together, where the width allows
 
@@ -63,26 +63,13 @@ def _falcon_h1(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 def _granite(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """As granite, with Mamba 2 in layers without KV heads."""
-    residual, embedding = (
-        float(meta.get(f"{what}_scale", 0.0)) or 1.0 for what in ("residual", "embedding")
-    )
-    key = "logit_scale"
-    pairs = "neighbours" if meta.get("rope.scaling.finetuned", True) else None
-    layers = read_layer(
-        meta, tensors, pairs, routing=Routing(), residual_scale=residual, partial=True
-    )
     layers = [
         own if own.kv_heads else _without_attention(own, _mamba(meta, tensors, i))
-        for i, own in enumerate(layers)
+        for i, own in enumerate(granite_layers(meta, tensors, partial=True))
     ]
-    return read_model(
-        meta,
-        tensors,
-        layers,
-        embed_scale=embedding,
-        logit_scale=1.0 / read_positive(meta, key, meta.require(key)),
-        unused=() if pairs else ("rope_freqs.weight",),
-    )
+    ropeless = not meta.get("rope.scaling.finetuned", True)
+    unused = ("rope_freqs.weight",) if ropeless else ()
+    return granite_model(meta, tensors, layers, unused=unused)
 
 
 def _nemotron_h(meta: Metadata, tensors: Tensors) -> ModelConfig:

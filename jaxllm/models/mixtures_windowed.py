@@ -3,7 +3,7 @@ them lack."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -18,14 +18,14 @@ from jaxllm.models.family import (
     read_model,
     read_positive,
     read_windows,
+    with_windows,
 )
 from jaxllm.models.mixtures import ATTN_POST, DENSE, SIGMOID, SOFTMAX
-from jaxllm.models.plain import ONE_NORM
+from jaxllm.models.plain import ONE_NORM, PLAIN_ROPE
 from jaxllm.models.routing import Routing
 
 LLAMA4_CHUNK = 8192  # positions, whatever the file says
 LLAMA4_EXPERTS_WITHOUT_NORMS = 128  # the size with so many has no norms of queries and keys
-PLAIN_ROPE: dict[str, Any] = dict(scale=1.0, yarn=None, magnitude=1.0)
 
 
 def _own_theta(meta: Metadata, layer: LayerConfig, default: float | None = None) -> LayerConfig:
@@ -36,20 +36,10 @@ def _own_theta(meta: Metadata, layer: LayerConfig, default: float | None = None)
     return layer.with_rope(theta=read_positive(meta, key, meta.get(key, default)))
 
 
-def _windowed(
-    layers: Sequence[LayerConfig], windows: Sequence[int | None], rope_everywhere: bool
-) -> list[LayerConfig]:
-    """The layers with windows; those without one may have no rope."""
-    return [
-        replace(layer, window=window, rope=layer.rope if window or rope_everywhere else None)
-        for layer, window in zip(layers, windows, strict=True)
-    ]
-
-
 def _afmoe(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Attention is gated; every fourth layer has no rope, whichever layers have windows."""
     layers = read_layer(meta, tensors, "halves", norms=SANDWICH, routing=SIGMOID)
-    layers = _windowed(layers, read_windows(meta, len(layers), period=4), rope_everywhere=True)
+    layers = with_windows(layers, read_windows(meta, len(layers), period=4), rope_everywhere=True)
     layers = [replace(layer, rope=None) if i % 4 == 3 else layer for i, layer in enumerate(layers)]
     return read_model(
         meta, tensors, layers, embed_scale=sqrt(meta.require("embedding_length", int))
@@ -71,7 +61,7 @@ def _cohere2moe(meta: Metadata, tensors: Tensors) -> ModelConfig:
     )
     windows = read_windows(meta, len(layers), period=4, full_first=True)
     lead = int(meta.get("leading_dense_block_count", 0))
-    changed = _windowed(layers, windows, rope_everywhere=False)
+    changed = with_windows(layers, windows, rope_everywhere=False)
     layers = [
         replace(new, rope=layer.rope) if i < lead else new
         for i, (new, layer) in enumerate(zip(changed, layers, strict=True))
@@ -82,7 +72,7 @@ def _cohere2moe(meta: Metadata, tensors: Tensors) -> ModelConfig:
 def _exaone(meta: Metadata, tensors: Tensors) -> ModelConfig:
     layers = read_layer(meta, tensors, "halves", routing=SIGMOID)
     windows = read_windows(meta, len(layers), period=4, default=128)
-    return read_model(meta, tensors, _windowed(layers, windows, rope_everywhere=False))
+    return read_model(meta, tensors, with_windows(layers, windows, rope_everywhere=False))
 
 
 def _gpt_oss(meta: Metadata, tensors: Tensors) -> ModelConfig:
@@ -95,7 +85,7 @@ def _gpt_oss(meta: Metadata, tensors: Tensors) -> ModelConfig:
         activation="clamped_swiglu",
         routing=Routing(scores="chosen", normalised=False),
     )
-    layers = _windowed(layers, read_windows(meta, len(layers), period=2), rope_everywhere=True)
+    layers = with_windows(layers, read_windows(meta, len(layers), period=2), rope_everywhere=True)
     layers = [_own_theta(meta, layer) if layer.window else layer for layer in layers]
     return read_model(meta, tensors, layers)
 
@@ -104,7 +94,7 @@ def _laguna(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Attention is gated; layers with a window have a rope of their own."""
     layers = read_layer(meta, tensors, "halves", routing=SIGMOID, out_gate_kind="softplus")
     windows = read_windows(meta, len(layers), period=4, full_first=True)
-    layers = _windowed(layers, windows, rope_everywhere=True)
+    layers = with_windows(layers, windows, rope_everywhere=True)
     dim = meta.get("rope.dimension_count_swa")
     own = PLAIN_ROPE | ({} if dim is None else dict(dim=int(dim)))
     layers = [
@@ -139,7 +129,7 @@ def _llama4(meta: Metadata, tensors: Tensors) -> ModelConfig:
 def _mellum(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Layers with a window rotate without scaling."""
     layers = read_layer(meta, tensors, "halves", routing=SOFTMAX)
-    layers = _windowed(layers, read_windows(meta, len(layers), period=4), rope_everywhere=True)
+    layers = with_windows(layers, read_windows(meta, len(layers), period=4), rope_everywhere=True)
     layers = [layer.with_rope(**PLAIN_ROPE) if layer.window else layer for layer in layers]
     return read_model(meta, tensors, layers)
 
@@ -148,7 +138,7 @@ def _mimo2(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Attention may have sinks, and its output a factor."""
     factor = float(meta.get("attention.value_scale", 0.0)) or 1.0
     layers = read_layer(meta, tensors, "halves", routing=Routing("sigmoid"), out_factor=factor)
-    layers = _windowed(layers, read_windows(meta, len(layers), period=0), rope_everywhere=True)
+    layers = with_windows(layers, read_windows(meta, len(layers), period=0), rope_everywhere=True)
     layers = [_own_theta(meta, layer, 10000.0) if layer.window else layer for layer in layers]
     return read_model(meta, tensors, layers, unused=DENSE)
 
@@ -157,7 +147,7 @@ def _step35(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Attention is gated; layers that see all turn half of each head. Both halves of an MLP may be
     bounded, in layers that say so."""
     layers = read_layer(meta, tensors, "halves", routing=SIGMOID)
-    layers = _windowed(layers, read_windows(meta, len(layers), period=0), rope_everywhere=True)
+    layers = with_windows(layers, read_windows(meta, len(layers), period=0), rope_everywhere=True)
     limits, beside = (
         meta.per_layer(f"swiglu_clamp_{kind}", len(layers), 0.0) for kind in ("exp", "shexp")
     )

@@ -14,6 +14,7 @@ from jaxllm.models.family import Family, NormKind, Tensors, check_numbers, read_
 POST_NORMS = Norms(None, SANDWICH.attn_post, None, SANDWICH.mlp_post)
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 PLAIN_MLP: Mapping[str, Any] = {"mlp_gated": False}  # down(act(up(x)))
+PLAIN_ROPE: dict[str, Any] = {"scale": 1.0, "yarn": None, "magnitude": 1.0}  # without scaling
 ONE_NORM = Norms(mlp=Norms().attn)  # read by attention and an MLP beside it
 
 

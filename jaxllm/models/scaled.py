@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import sqrt
+from typing import Any
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import ModelConfig
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import (
     Family,
@@ -16,26 +16,32 @@ from jaxllm.models.family import (
     read_model,
     read_positive,
     read_windows,
+    with_windows,
 )
 from jaxllm.models.plain import ONE_NORM
 from jaxllm.models.routing import Routing
 
 
-def _granite(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """Logits are divided by their scale; a file may say that there is no rope."""
-    key = "logit_scale"
-    residual, embedding = (
-        float(meta.get(f"{what}_scale", 0.0)) or 1.0 for what in ("residual", "embedding")
-    )
+def granite_layers(meta: Metadata, tensors: Tensors, **layer: Any) -> list[LayerConfig]:
+    """Granite's layers; a file may say that there is no rope."""
+    residual = float(meta.get("residual_scale", 0.0)) or 1.0
     pairs = "neighbours" if meta.get("rope.scaling.finetuned", True) else None
-    layers = read_layer(meta, tensors, pairs, routing=Routing(), residual_scale=residual)
-    return read_model(
-        meta,
-        tensors,
-        layers,
-        embed_scale=embedding,
-        logit_scale=1.0 / read_positive(meta, key, meta.require(key)),
-    )
+    return read_layer(meta, tensors, pairs, routing=Routing(), residual_scale=residual, **layer)
+
+
+def granite_model(
+    meta: Metadata, tensors: Tensors, layers: list[LayerConfig], **model: Any
+) -> ModelConfig:
+    """Granite's ends around its layers; logits are divided by their scale."""
+    key = "logit_scale"
+    scale = 1.0 / read_positive(meta, key, meta.require(key))
+    embedding = float(meta.get("embedding_scale", 0.0)) or 1.0
+    ends = dict(embed_scale=embedding, logit_scale=scale)
+    return read_model(meta, tensors, layers, **ends, **model)
+
+
+def _granite(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    return granite_model(meta, tensors, granite_layers(meta, tensors))
 
 
 def _minicpm(meta: Metadata, tensors: Tensors) -> ModelConfig:
@@ -68,10 +74,7 @@ def _cohere2(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Layers with a window rotate; every fourth sees all and does not."""
     layers = read_layer(meta, tensors, "neighbours", "layer", norms=ONE_NORM, parallel=True)
     windows = read_windows(meta, len(layers), period=4)
-    layers = [
-        replace(layer, window=window, rope=layer.rope if window else None)
-        for layer, window in zip(layers, windows, strict=True)
-    ]
+    layers = with_windows(layers, windows, rope_everywhere=False)
     return read_model(meta, tensors, layers, logit_scale=float(meta.require("logit_scale")) or 1.0)
 
 

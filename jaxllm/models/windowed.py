@@ -15,8 +15,9 @@ from jaxllm.models.family import (
     read_model,
     read_positive,
     read_windows,
+    with_windows,
 )
-from jaxllm.models.plain import POST_NORMS
+from jaxllm.models.plain import PLAIN_ROPE, POST_NORMS
 
 LAYERS_OF_EXAONE4_WITH_WINDOWS = 64  # the smaller size has none, whatever its file says
 
@@ -37,7 +38,7 @@ def _olmo2(meta: Metadata, tensors: Tensors) -> ModelConfig:
     def adapt(layer: LayerConfig, window: int | None) -> LayerConfig:
         if window is None:
             return layer
-        return replace(layer.with_rope(scale=1.0, yarn=None, magnitude=1.0), window=window)
+        return replace(layer.with_rope(**PLAIN_ROPE), window=window)
 
     return read_model(meta, tensors, list(map(adapt, layers, windows)))
 
@@ -47,10 +48,7 @@ def _exaone4(meta: Metadata, tensors: Tensors) -> ModelConfig:
     layers = read_layer(meta, tensors, "halves", norms=POST_NORMS)
     if len(layers) == LAYERS_OF_EXAONE4_WITH_WINDOWS:
         windows = read_windows(meta, len(layers), period=4, default=4096)
-        layers = [
-            replace(layer, window=window, rope=layer.rope if window else None)
-            for layer, window in zip(layers, windows, strict=True)
-        ]
+        layers = with_windows(layers, windows, rope_everywhere=False)
     return read_model(meta, tensors, layers)
 
 
