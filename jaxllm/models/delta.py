@@ -14,7 +14,8 @@ from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.layers import Array, Norm, linear, matrix, param
+from jaxllm.models.grouped import conv_taps, into_groups, out_of_groups, real_tokens
+from jaxllm.models.layers import Array, Norm, matrix, param
 from jaxllm.models.linear_memory import memory_chunks, memory_step
 from jaxllm.models.recurrent import DeltaNet
 from jaxllm.models.sections import tiled, together
@@ -51,13 +52,7 @@ class GatedDeltaNet(nnx.Module):
             (groups, r * dim, embed), wide, ("attn_gate.weight",), dtype, sections=(values(0, dim),)
         )
         self.rates = project((groups, 2 * r, embed), wide, sources, dtype, sections=rates)
-        self.taps = make(
-            (groups, net.channels, net.kernel),
-            (*axes, "tap"),
-            ("ssm_conv1d.weight",),
-            f32,
-            sections=inner,
-        )
+        self.taps = conv_taps(groups, net.channels, net.kernel, "ssm_conv1d.weight", inner)
         self.decay = make((groups, r), axes, ("ssm_a",), f32, sections=(values(0, 1),))
         self.bias = make((groups, r), axes, ("ssm_dt.bias",), f32, sections=(values(0, 1),))
         self.norm = Norm(dim, cfg.eps, "ssm_norm.weight", axis="head_dim")
@@ -77,7 +72,7 @@ class GatedDeltaNet(nnx.Module):
         states after the first counts [N] tokens."""
         conv, memory = state
         tokens, r, dim = x.shape[1], self.net.v_heads, self.net.dim
-        y, conv = causal_conv(self._project(x, self.inner), self.taps[...], conv, counts)
+        y, conv = causal_conv(into_groups(x, self.inner[...]), self.taps[...], conv, counts)
         q, k, v = jnp.split(jax.nn.silu(y), (dim, 2 * dim), axis=-1)
         q, k = _unit(q, self.eps), _unit(k, self.eps)
         q, v = q / jnp.sqrt(jnp.float32(dim)), v.reshape(*v.shape[:-1], r, dim)
@@ -90,22 +85,15 @@ class GatedDeltaNet(nnx.Module):
             v, b, g = (jnp.moveaxis(a, 2, 3) for a in (v, b, g))
             o, memory = memory_chunks(q, k, v, g, memory, b)
             o = jnp.moveaxis(o, 3, 1)
-        gate = self._project(x, self.gate)  # [N, G, T, r S]
+        gate = into_groups(x, self.gate[...])  # [N, G, T, r S]
         gate = jnp.moveaxis(gate, 2, 1).reshape(o.shape)
         o = (self.norm(o) * jax.nn.silu(gate)).astype(x.dtype)
-        w = self.out[...]
-        return linear(o.reshape(*x.shape[:2], -1), w.reshape(w.shape[0], -1)), (conv, memory)
-
-    def _project(self, x: Array, weight: nnx.Param) -> Array:
-        """x [N, T, D] -> float32 [N, G, T, rows]."""
-        w = weight[...]
-        y = linear(x, w.reshape(-1, w.shape[-1])).astype(jnp.float32)
-        return jnp.moveaxis(y.reshape(*x.shape[:2], *w.shape[:2]), 2, 1)
+        return out_of_groups(o, self.out[...]), (conv, memory)
 
     def _rates(self, x: Array, counts: Array) -> tuple[Array, Array]:
         """How much tokens correct and how much the memory keeps (its log): [N, G, T, r]; nothing
         and all of it after the first counts [N] tokens."""
-        b, g = jnp.split(self._project(x, self.rates), 2, axis=-1)
+        b, g = jnp.split(into_groups(x, self.rates[...]), 2, axis=-1)
         g = self.decay[...][:, None] * jax.nn.softplus(g + self.bias[...][:, None])
-        real = (jnp.arange(x.shape[1]) < counts[:, None])[:, None, :, None]
+        real = real_tokens(x.shape[1], counts)
         return jnp.where(real, jax.nn.sigmoid(b), 0.0), jnp.where(real, g, 0.0)

@@ -14,7 +14,8 @@ from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.layers import Array, linear, matrix, normalise, param
+from jaxllm.models.grouped import conv_taps, into_groups, out_of_groups, real_tokens
+from jaxllm.models.layers import Array, matrix, normalise, param
 from jaxllm.models.linear_memory import memory_chunks, memory_step
 from jaxllm.models.recurrent import Mamba2
 from jaxllm.models.sections import together
@@ -47,13 +48,8 @@ class Mamba2Mixer(nnx.Module):
             form="sections",
             sections=(gate, *channels(inner), step),
         )
-        self.taps = make(
-            (groups, net.channels, net.kernel),
-            (*axes, "tap"),
-            ("ssm_conv1d.weight",),
-            f32,
-            sections=channels(0),
-        )
+        source = "ssm_conv1d.weight"
+        self.taps = conv_taps(groups, net.channels, net.kernel, source, channels(0))
         self.conv_bias = make(
             (groups, net.channels), axes, ("ssm_conv1d.bias",), f32, sections=channels(0)
         )
@@ -79,18 +75,15 @@ class Mamba2Mixer(nnx.Module):
         """x [N, T, D] and states of own groups -> [N, T, D], to be summed over devices, and the
         states after the first counts [N] tokens."""
         conv, memory = state
-        net, w = self.net, self.inner[...]
-        n, tokens = x.shape[:2]
-        y = linear(x, w.reshape(-1, w.shape[-1])).astype(jnp.float32)
-        y = jnp.moveaxis(y.reshape(n, tokens, *w.shape[:2]), 2, 1)  # [N, G, T, rows]
-        rows = net.heads * net.dim
+        net, tokens = self.net, x.shape[1]
+        y, rows = into_groups(x, self.inner[...]), net.heads * net.dim
         z, u, step = jnp.split(y, (rows, rows + net.channels), axis=-1)
         u, conv = causal_conv(u, self.taps[...], conv, counts)
         u = jax.nn.silu(u + self.conv_bias[...][:, None])
         v, k, q = jnp.split(u, (rows, rows + net.keys), axis=-1)
         v = v.reshape(*v.shape[:-1], net.heads, net.dim)  # [N, G, T, r, P]
-        real = (jnp.arange(tokens) < counts[:, None])[:, None, :, None]
-        step = jnp.where(real, jax.nn.softplus(step + self.step_bias[...][:, None]), 0.0)
+        step = jax.nn.softplus(step + self.step_bias[...][:, None])
+        step = jnp.where(real_tokens(tokens, counts), step, 0.0)
         g = step * self.decay[...][:, None, :, 0]
         written, skipped = v * step[..., None], v * self.skip[...][:, None]
         if tokens == 1:
@@ -104,6 +97,5 @@ class Mamba2Mixer(nnx.Module):
         o = (o + skipped).reshape(z.shape) * jax.nn.silu(z)
         if self.norm is not None:
             o = normalise(o, "rms", self.eps) * self.norm[...][:, None]
-        o = jnp.moveaxis(o, 2, 1).astype(x.dtype).reshape(n, tokens, -1)
-        w = self.out[...]
-        return linear(o, w.reshape(w.shape[0], -1)), (conv, memory)
+        o = jnp.moveaxis(o, 2, 1).astype(x.dtype)
+        return out_of_groups(o, self.out[...]), (conv, memory)

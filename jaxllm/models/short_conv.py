@@ -7,7 +7,8 @@ from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.layers import Array, linear, matrix, param
+from jaxllm.models.grouped import conv_taps, into_groups, out_of_groups
+from jaxllm.models.layers import Array, matrix
 from jaxllm.models.recurrent import ShortConv
 from jaxllm.models.sections import together
 
@@ -28,14 +29,8 @@ class ShortConvMixer(nnx.Module):
             form="sections",
             sections=tuple(together(i * whole, net.channels) for i in range(3)),
         )
-        self.taps = param(
-            (groups, net.channels, net.kernel),
-            (*axes, "tap"),
-            ("shortconv.conv.weight",),
-            jnp.dtype(jnp.float32),
-            form="sections",
-            sections=(together(0, net.channels),),
-        )
+        source, own = "shortconv.conv.weight", (together(0, net.channels),)
+        self.taps = conv_taps(groups, net.channels, net.kernel, source, own)
         self.out = matrix(
             (embed, groups, net.channels),
             ("embed", "state_group", "head_rows"),
@@ -49,10 +44,7 @@ class ShortConvMixer(nnx.Module):
     ) -> tuple[Array, tuple[Array, ...]]:
         """x [N, T, D] and states of own groups -> [N, T, D], to be summed over devices, and the
         states after the first counts [N] tokens."""
-        w, out = self.inner[...], self.out[...]
-        y = linear(x, w.reshape(-1, w.shape[-1])).astype(jnp.float32)
-        y = jnp.moveaxis(y.reshape(*x.shape[:2], *w.shape[:2]), 2, 1)  # [N, G, T, 3 C]
-        b, c, u = jnp.split(y, 3, axis=-1)
+        b, c, u = jnp.split(into_groups(x, self.inner[...]), 3, axis=-1)
         u, last = causal_conv(b * u, self.taps[...], state[0], counts)
-        u = jnp.moveaxis(c * u, 2, 1).astype(x.dtype).reshape(*x.shape[:2], -1)
-        return linear(u, out.reshape(out.shape[0], -1)), (last,)
+        u = jnp.moveaxis(c * u, 2, 1).astype(x.dtype)
+        return out_of_groups(u, self.out[...]), (last,)
