@@ -168,12 +168,11 @@ def _advance(
     engine: Engine, rows: Rows, running: list[Request | None], ctx: int
 ) -> Iterator[tuple[Request, int | None]]:
     began = time.perf_counter()
-    tokens = np.asarray([[r.token_ids[-1] if r else 0] for r in running], np.int32)
-    starts = np.asarray([r.length if r else -1 for r in running], np.int32)
     active = [r for r in running if r is not None]
     top = common_top([r.params for r in active])
+    tokens, starts = _next_step(running)
     with interrupts.kept():
-        hidden = engine.forward(tokens, 0, starts)
+        hidden = engine.forward(tokens[:, None], 0, starts)
         logits = engine.logits(hidden, np.zeros((len(running), 1), np.int32), top)
         engine.settle(0, starts + 1)
     spent = time.perf_counter() - began
@@ -182,6 +181,13 @@ def _advance(
     for row, request in enumerate(list(running)):
         if request is not None:
             yield from _take(engine, rows, running, row, logits, row, ctx)
+
+
+def _next_step(running: Sequence[Request | None]) -> tuple[np.ndarray, np.ndarray]:
+    """The newest token of each row and its position, int32 [rows]; -1 for a row without request."""
+    tokens = [r.token_ids[-1] if r else 0 for r in running]
+    starts = [r.length if r else -1 for r in running]
+    return np.asarray(tokens, np.int32), np.asarray(starts, np.int32)
 
 
 class _Flight(NamedTuple):
@@ -209,9 +215,7 @@ def _advance_greedy(
     started = any(r is not None and r is not other for r, other in pairs)
     with interrupts.kept():
         if flight is None:
-            tokens = np.asarray([r.token_ids[-1] if r else 0 for r in running], np.int32)
-            starts = np.asarray([r.length if r else -1 for r in running], np.int32)
-            flight = _Flight(engine.greedy(tokens, starts), list(running))
+            flight = _Flight(engine.greedy(*_next_step(running)), list(running))
         ahead = None
         going = [r if r is not None and r.goes_on(ctx) else None for r in running]
         if engine.runs_ahead and not started and any(going):

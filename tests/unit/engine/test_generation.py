@@ -444,16 +444,28 @@ def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pyte
         assert llm.generate([random_ids(20)], greedy(5))[0].token_ids == expected
 
 
-def test_running_ahead_changes_no_token():
+@pytest.mark.parametrize("cut", [{}, dict(devices=2, split_mode="tensor")])
+def test_running_ahead_changes_no_token(cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     """As on a GPU: steps begin before the last is read, and a ring is read at once. More requests
     than rows, of unlike lengths; one is drawn, one is penalised, one ends by its own token."""
+    right, spans, ran_ahead = fused._greedy, [], []
+
+    def watched(leaves: Any, cache: Any, tokens: jax.Array, *args: Any, **kw: Any) -> Any:
+        spans.append(kw["span"])
+        ran_ahead.append(any(tokens is made for made in unread))
+        ids, cache = right(leaves, cache, tokens, *args, **kw)
+        unread.append(ids)
+        return ids, cache
+
+    monkeypatch.setattr(fused, "_greedy", watched)
+    unread: list[jax.Array] = []
     prompts = [random_ids(n, seed=n) for n in (5, 19, 30, 11, 7, 23)]
     params: list[SamplingParams] = [greedy(12), greedy(1), greedy(9), greedy(40)]
     params.append(SamplingParams(max_tokens=6, temperature=0.9, seed=4))
     params.append(SamplingParams(max_tokens=6, temperature=0, repeat_penalty=1.3))
 
     def answers() -> list[tuple[list[int], str]]:
-        llm = make_llm(small_model(), ctx=CTX, parallel=2)
+        llm = make_llm(small_model(), ctx=CTX, parallel=2, engine="fused", **cut)
         if ahead:
             assert isinstance(llm.engine, FusedEngine)
             llm.engine.runs_ahead, llm.engine.spans = True, decode_spans(CTX)
@@ -469,8 +481,11 @@ def test_running_ahead_changes_no_token():
     ends = [answers()[2][0][4]]  # the fifth token of the third request
     plain = answers()
     assert plain[2][1] == "stop"
+    assert not any(ran_ahead) and not any(spans)
     ahead = True
+    spans.clear()
     assert answers() == plain
+    assert sum(ran_ahead) > 20 and all(spans)
 
 
 @pytest.fixture
