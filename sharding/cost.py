@@ -103,12 +103,14 @@ class CostModel:
         self._attn = _Weights.none(layers, devices)
         self._mlp = _Weights.none(layers, devices)
         self._experts = _Weights.none(layers, devices)
-        self._tables: dict[str, Floats] = {"": np.zeros((2, devices))}  # outside the layers
+        # Outside the layers: tables, and what is read whole beside them.
+        self._tables: dict[str, Floats] = {"": np.zeros((2, devices))}
+        self._vectors = np.zeros((2, devices))
         self._counted: set[str] = set()  # matrices
         for tensor in plan.tensors:
             self._count(tensor)
         # Of several tables the head reads one whole; an embedding takes a few rows.
-        self._head = max(self._tables.values(), key=np.sum)
+        self._head = max(self._tables.values(), key=np.sum) + self._vectors
         self._groups = np.array([_counts(plan, layer.groups) for layer in plan.layers], float)
 
     def under(self, plan: Plan) -> CostModel:
@@ -155,7 +157,9 @@ class CostModel:
             part = _counts(plan, ranges) / (tensor.shape[dim] * tensor.packs_along(dim))
         both = np.stack((elements * tensor.itemsize * part, values * part))
         if tensor.layer is None:
-            if split is not None:
+            if len(tensor.shape) == 1:
+                self._vectors += both
+            elif split is not None:
                 self._tables[matrix] = self._tables.get(matrix, 0.0) + both
             return
         if "expert" in tensor.axes and "mlp" in tensor.axes:
