@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.bench.shapes import SHAPES
 from jaxllm.cli.options import add_command, add_model
 from jaxllm.cli.sweep import add_swept_split, combinations, listed, natural
 from jaxllm.errors import JaxllmError, OptionError
@@ -34,7 +35,6 @@ _EXAMPLES = """\
   jaxllm bench --compare a.jsonl b.jsonl
   jaxllm bench --peer transformers --peer-python other-env/bin/python --json
 """
-SHAPES = ("small", "llama-1b", "llama-8b", "llama-70b")
 FORMATS = ("text", "md", "json", "jsonl", "csv")
 
 
@@ -44,7 +44,7 @@ def add(subparsers: Any) -> None:
     parser = add_command(subparsers, "bench", run, summary, _EXAMPLES)
     add_model(parser)
     add = parser.add_argument
-    add("--random-shape", choices=SHAPES, help="random weights, not a model")
+    add("--random-shape", choices=tuple(SHAPES), help="random weights, not a model")
     count = listed(natural, "a number of tokens")
     sizes: dict[str, Any] = {"type": count, "action": "extend", "metavar": "N,..."}
     add("-p", "--n-prompt", help="prompts of so many tokens; 0: none (default 512)", **sizes)
