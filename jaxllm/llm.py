@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
-from operator import index
 from os import PathLike
-from pathlib import Path
 from threading import Lock
 from typing import Any, cast
 
 import numpy as np
 
 from jaxllm import hub, session
+from jaxllm.arguments import check_switch, is_prompt, path_of, sampling_params, token_ids
 from jaxllm.engine.base import Engine
 from jaxllm.engine.build import PlannedModel, build_engine
 from jaxllm.engine.fused import FusedEngine, empty_cache, pure_step
@@ -101,9 +100,9 @@ class LLM:
         """Load a GGUF file: a path, `hf:owner/repo/file.gguf`, or a name from `jaxllm models`."""
         from jaxllm.progress import loading
 
-        _path(path)
+        path_of(path)
         check_names(arguments, ("path", "devices", "prefix_cache"))
-        _check_switch("prefix_cache", prefix_cache)
+        check_switch("prefix_cache", prefix_cache)
         keep_compiled_programs()
         mesh = open_mesh(devices)
         file = open_gguf(hub.resolve(str(path), progress=progress))
@@ -131,7 +130,7 @@ class LLM:
         page of a staged engine somewhere of its own.
         """
         check_names(arguments, ("block", "devices", "seed", "place", "prefix_cache"))
-        _check_switch("prefix_cache", prefix_cache)
+        check_switch("prefix_cache", prefix_cache)
         mesh = open_mesh(devices)
         model = plan_config(block, cfg, mesh, **arguments)
         source = RandomSource(model.whole.cfg, seed)
@@ -151,8 +150,8 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
         """A completion for every prompt, in their order. A prompt is text or token ids."""
-        many = cast(Sequence[Prompt], [prompts] if _is_prompt(prompts) else prompts)
-        params = _sampling(params)
+        many = cast(Sequence[Prompt], [prompts] if is_prompt(prompts) else prompts)
+        params = sampling_params(params)
         requests = [self._request(i, p, params) for i, p in enumerate(many)]
         filters = [StopFilter(self._decoder(), params.stop) for _ in requests]
         texts = ["" for _ in requests]
@@ -171,7 +170,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Text as it comes, never part of a character nor of a stop text; the last piece has the
         finish reason and the whole `Completion`. Closing the iterator ends the request."""
-        params = _sampling(params)
+        params = sampling_params(params)
         request = self._request(0, prompt, params)
         return self._pieces(request, StopFilter(self._decoder(), params.stop))
 
@@ -207,7 +206,7 @@ class LLM:
 
     def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
         """float32 [T, V]: row t is the logits after token t. A list of lists gives a list."""
-        if not _is_prompt(ids) and len(ids) > 0:
+        if not is_prompt(ids) and len(ids) > 0:
             return [self.logits(each) for each in cast(Sequence[Sequence[int]], ids)]
         return np.concatenate(list(self.logit_blocks(cast(Sequence[int], ids))))
 
@@ -258,7 +257,7 @@ class LLM:
                 held = self._rewind(row, held)
             layers = self.engine.read_row(row, held.cached)
             whole = session.Session(held, layers, self.engine.read_states(row))
-            session.save(_path(path), self.config, whole)
+            session.save(path_of(path), self.config, whole)
 
     def _rewind(self, row: int, held: Held) -> Held:
         """Let a row of a model with recurrent layers hold the longest part of its sequence that a
@@ -278,7 +277,7 @@ class LLM:
         token ids. A prompt that begins with them goes on from it."""
         if not self._rows.keep:
             raise OptionError("a session needs prefix_cache=True to be of use; load the model so")
-        found = session.load(_path(path), self.config, self.plan.options.ctx)
+        found = session.load(path_of(path), self.config, self.plan.options.ctx)
         with self._engine_to_itself(), self._spare_row(keep=True) as row:
             self.engine.write_row(row, found.layers, found.held.cached, found.states)
             self.engine.park(row)
@@ -356,14 +355,7 @@ class LLM:
         return Request(number, self._checked(prompt), params, eog)
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        try:
-            if not _is_listed(ids) or any(isinstance(i, bool) for i in ids):
-                raise TypeError
-            ids = [index(i) for i in ids]
-        except TypeError:
-            raise PromptError(
-                f"a prompt is text or a list of token ids (whole numbers), not {_short(ids)}"
-            ) from None
+        ids = token_ids(ids)
         ctx, vocab = self.plan.options.ctx, self.config.vocab
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
@@ -407,43 +399,3 @@ def open_mesh(devices: Devices) -> Mesh:
     if isinstance(devices, Integral):
         ensure_devices(int(devices) if not isinstance(devices, bool) else devices)
     return Mesh.from_jax(devices)
-
-
-def _is_prompt(value: Any) -> bool:
-    """Text, or a sequence of ids, rather than a sequence of prompts."""
-    if isinstance(value, str):
-        return True
-    if not _is_listed(value):
-        raise PromptError(
-            f"prompts are text, a list of token ids, or a list of those, not {_short(value)}"
-        )
-    return len(value) > 0 and not isinstance(value[0], str | bytes | list | tuple | np.ndarray)
-
-
-def _is_listed(value: Any) -> bool:
-    """A sequence or an array (of numpy or JAX), whose elements may be ids; bytes are not meant."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return False
-    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
-
-
-def _sampling(params: SamplingParams | None) -> SamplingParams:
-    if params is not None and not isinstance(params, SamplingParams):
-        raise OptionError(f"params must be a SamplingParams, not {_short(params)}")
-    return params or SamplingParams()
-
-
-def _path(value: Any) -> Path:
-    if not isinstance(value, str | PathLike):
-        raise OptionError(f"a path is text or a pathlib.Path, not {_short(value)}")
-    return Path(value)
-
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} must be True or False, not {value!r}")
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
