@@ -27,8 +27,9 @@ from jaxllm.models.weights import slots
 from jaxllm.progress import measure_aloud
 from jaxllm.runtime import default_dtype, links_file
 from sharding import Mesh, PlanOptions, parse_shares, position_bytes
-from sharding.fit import Allowed, Fit
+from sharding.fit import Fit
 from sharding.fit import fit as fastest
+from sharding.fit_search import Allowed
 from sharding.fit_tables import Workload
 from sharding.links import Delivery, host_place, measure_link, measured, with_links
 from sharding.options import SplitMode

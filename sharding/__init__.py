@@ -14,7 +14,8 @@ and no jax.
     exchange.py   partials to sums, by copies         units.py      bytes as text
     fabric.py     wires between devices               machine.py    a machine from a file
     cost.py       the time of a step                  fit.py        the fastest plan that fits
-    fit_tables.py, fit_layers.py, fit_tensor.py, fit_report.py   its figures, searches and report
+    fit_search.py, fit_layers.py, fit_tensor.py   its searches
+    fit_tables.py, fit_report.py                  their figures, and its report
 """
 
 from sharding.axes import AXES, Axis, axis

@@ -9,7 +9,8 @@ from sharding.cost import CostModel
 from sharding.options import PlanOptions
 
 if TYPE_CHECKING:
-    from sharding.fit import Considered, Fit
+    from sharding.fit import Fit
+    from sharding.fit_search import Considered
 
 _HEADER = ("way", "-ts", "-as", "cache", "-ub", "prefetch", "prompt t/s", "decode t/s", "request")
 _OPTIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from sharding.axes import Axis, axis
@@ -115,6 +116,11 @@ class TensorShape:
     layer: int | None
     itemsize: int
     packs: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return prod(self.shape) * self.itemsize
 
     @property
     def split_axis(self) -> Axis | None:

@@ -25,8 +25,9 @@ from sharding import (
     make_plan,
 )
 from sharding.errors import FitError
-from sharding.fit import Allowed, Fit, fit
+from sharding.fit import Fit, fit
 from sharding.fit_report import explain
+from sharding.fit_search import Allowed
 from sharding.fit_tables import Workload
 from sharding.residency import reserve
 
