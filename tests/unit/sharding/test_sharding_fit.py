@@ -120,9 +120,9 @@ def chosen(ctx: int, **allowed: object) -> Fit:
 @pytest.mark.parametrize("kv_heads", [8, 32])
 def test_eight_devices_and_64_layers_take_less_than_two_seconds(kv_heads: int):
     shape, weights = large(kv_heads)
-    began = time.process_time()
+    began = time.thread_time()
     fit(shape, eight(), PlanOptions(ctx=32768, itemsize=2), weights, Allowed((("f16", "f16"),)))
-    assert time.process_time() - began < 2
+    assert time.thread_time() - began < 2
 
 
 def test_only_what_is_allowed_is_chosen():
