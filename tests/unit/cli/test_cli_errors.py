@@ -55,6 +55,10 @@ def test_a_file_that_is_no_gguf(refused: Refused, tmp_path: Path, data: bytes):
     assert str(path) in refused("inspect", path)
 
 
+def test_fetching_a_file_that_is_here(refused: Refused, small: str):
+    assert f"{small!r} is a file, so there is nothing to fetch" in refused("fetch", small)
+
+
 def test_a_folder_in_place_of_a_file(refused: Refused, tmp_path: Path):
     assert "directory" in both(refused, tmp_path, GGUFError)
 
