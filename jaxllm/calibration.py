@@ -11,11 +11,9 @@ against that; predictions are made from the rates above.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,6 +33,7 @@ from sharding.links import (
     read_rates,
     write_rates,
 )
+from sharding.memory import host_free
 
 ROWS = 512  # of a chunk
 SIZE = {"cpu": (4096, 8192)}  # of the weights that are multiplied with; 128 MiB of float32
@@ -192,17 +191,3 @@ def _with_memory(mesh: Mesh) -> Mesh:
     )
     fabric: Fabric = replace(mesh.fabric, host_memory=free)
     return replace(mesh, devices=tuple(infos), fabric=fabric)
-
-
-def host_free() -> int | None:
-    """Bytes of host memory that are free or can be freed; None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
