@@ -12,7 +12,7 @@ against that; predictions are made from the rates above.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -39,7 +39,7 @@ ROWS = 512  # of a chunk
 SIZE = {"cpu": (4096, 8192)}  # of the weights that are multiplied with; 128 MiB of float32
 LARGE = (8192, 16384)
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 24  # of a partial
-Measure = Callable[[Mesh, str], Mapping[str, float]]
+Tell = Callable[[str], None]  # hears of what takes seconds, before it begins
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Limits:
     link_gb_s: float | None
 
 
-def calibrated_mesh(mesh: Mesh, dtype: str, measure: Measure | None = None) -> Mesh:
+def calibrated_mesh(mesh: Mesh, dtype: str, tell: Tell | None = None) -> Mesh:
     """The mesh with rates of its devices, links and exchange, those that it tells kept; one without
     jax devices as it is. CPU devices get what memory the host has free, in equal parts."""
     devices = mesh.jax_devices
@@ -61,13 +61,23 @@ def calibrated_mesh(mesh: Mesh, dtype: str, measure: Measure | None = None) -> M
         return mesh
     mesh = _with_memory(mesh)
     place = host_place(devices, None)
-    mesh = measured(mesh, Delivery(place, LARGE_BYTES, 4), links_file())
+    tell = tell or (lambda what: None)
+
+    def link(device: Any, how: Delivery) -> float:
+        tell(
+            f"measuring the link of {device.platform}:{device.id}, once; --link-gbps (link_gbps=) "
+            "gives rates instead"
+        )
+        return measure_link(device, how)
+
+    mesh = measured(mesh, Delivery(place, LARGE_BYTES, 4), links_file(), link)
     labels = " ".join(f"{d.label} {d.kind}" for d in mesh.devices)
     key = f"{labels} {dtype} {jax.__version__}"
     known = read_rates(rates_file())
     names = _names(len(devices))
     if any(f"{key} {name}" not in known for name in names):
-        found = (measure or measure_rates)(mesh, dtype)
+        tell(f"measuring rates of {', '.join(d.label for d in mesh.devices)} in {dtype}, once")
+        found = measure_rates(mesh, dtype)
         known = {**known, **{f"{key} {name}": float(found[name]) for name in names}}
         write_rates(rates_file(), known)
     rates = {name: known[f"{key} {name}"] for name in names}

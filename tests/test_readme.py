@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands there, and prints what it says."""
+"""What the README says that its commands and examples print."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from jaxllm.cli.main import main
 
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", README, re.DOTALL)
@@ -37,3 +39,10 @@ def test_a_python_example(index: int, tmp_path: Path):
     assert done.stdout
     if shown:
         assert done.stdout == shown
+
+
+def test_the_plan_of_the_default_model(smollm2_path: Path, capsys: pytest.CaptureFixture[str]):
+    (line,) = re.findall(r"^jaxllm (plan model.gguf .*)$", README, re.MULTILINE)
+    (shown,) = re.findall(r"```text\n(Smollm2 135M.*?)```", README, re.DOTALL)
+    assert main(line.replace("model.gguf", str(smollm2_path)).split()) == 0
+    assert capsys.readouterr().out == shown

@@ -125,6 +125,13 @@ def test_a_model_is_loaded_as_a_fit_chooses(small: str, rates: list[str]):
         LLM.from_gguf(small, devices=2, fit=True, tensor_split="1,1")
 
 
+def test_measuring_rates_is_said(cli: Cli, small: str, rates: list[str]):
+    command = ("fit", small, "--devices", "1", "-c", "256", "--link-gbps", "5")
+    code, out, err = cli(*command)
+    assert code == 0 and err == "measuring rates of cpu:0 in float32, once\n"
+    assert cli(*command) == (0, out, "")
+
+
 def test_rates_are_measured_once(rates: list[str]):
     first, again = (calibration.calibrated_mesh(open_mesh(2), "float32") for _ in range(2))
     assert rates == ["float32"] and first == again
