@@ -243,7 +243,8 @@ class FusedEngine(Engine):
         first = where.devices.flat[0] if isinstance(where, JaxMesh) else where
         self.same = SingleDeviceSharding(first) if self.mesh is None else _same(self.mesh)
         on_cpu = first.platform == "cpu"
-        self.runs_ahead = self.mesh is None or not on_cpu  # virtual devices share the host's cores
+        # Virtual devices share the host's cores; a step in vain moves a state past its row's end.
+        self.runs_ahead = not on_cpu or (self.mesh is None and not model.cfg.stateful)
         self.spans = () if on_cpu else decode_spans(plan.options.ctx)
         self.written = np.zeros(plan.options.slots, np.int64)
         self.since: dict[tuple[int, int], int] = {}
