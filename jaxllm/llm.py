@@ -86,6 +86,7 @@ class LLM:
         options = model.plan.options
         self._rows = Rows(options.slots, max(options.page, options.ubatch), prefix_cache)
         self.engine: Engine = build_engine(model, source, progress, place)
+        self._origin = session.Origin(model.whole.cfg, model.block, source.digest())
 
     @classmethod
     def from_gguf(
@@ -257,7 +258,7 @@ class LLM:
                 held = self._rewind(row, held)
             layers = self.engine.read_row(row, held.cached)
             whole = session.Session(held, layers, self.engine.read_states(row))
-            session.save(path_of(path), self.config, whole)
+            session.save(path_of(path), self._origin, whole)
 
     def _rewind(self, row: int, held: Held) -> Held:
         """Let a row of a model with recurrent layers hold the longest part of its sequence that a
@@ -277,7 +278,7 @@ class LLM:
         token ids. A prompt that begins with them goes on from it."""
         if not self._rows.keep:
             raise OptionError("a session needs prefix_cache=True to be of use; load the model so")
-        found = session.load(path_of(path), self.config, self.plan.options.ctx)
+        found = session.load(path_of(path), self._origin, self.plan.options.ctx)
         with self._engine_to_itself(), self._spare_row(keep=True) as row:
             self.engine.write_row(row, found.layers, found.held.cached, found.states)
             self.engine.park(row)
