@@ -24,14 +24,14 @@ Cli = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def rates(mesh: Any, dtype: str) -> dict[str, float]:
+    def rates(mesh: Any, dtype: str, tell: Any) -> dict[str, float]:
         each = {f"{n} {i}": 10.0 for n in ("read_gbps", "tflops") for i in range(len(mesh))}
         return each | {"dispatch_us": 0.0, "latency_us": 0.0, "gbps": 10.0}
 
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(calibration, "measure_rates", rates)
     monkeypatch.setattr(
-        calibration, "measured", lambda mesh, how, path: with_links(mesh, [1.0] * len(mesh))
+        calibration, "measured", lambda mesh, *how: with_links(mesh, [1.0] * len(mesh))
     )
     monkeypatch.setattr(calibration, "measure_limits", lambda *asked: LIMITS)
 

@@ -51,7 +51,7 @@ def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Rates that are not measured but made up; what was asked for."""
     asked = []
 
-    def measure(mesh: Any, dtype: str) -> dict[str, float]:
+    def measure(mesh: Any, dtype: str, tell: Any) -> dict[str, float]:
         asked.append(dtype)
         each = {f"{n} {i}": 10.0 for n in ("read_gbps", "tflops") for i in range(len(mesh))}
         return each | {"dispatch_us": 5.0, "latency_us": 100.0, "gbps": 5.0}
