@@ -35,6 +35,7 @@ from jaxllm.results import Completion, Piece, StepFn
 from jaxllm.runtime import keep_compiled_programs
 from jaxllm.text import StreamDecoder, Tokenizer, load_tokenizer
 from sharding import Mesh, Plan, ensure_devices
+from sharding.memory import memory_of
 
 Prompt = str | Sequence[int]
 Devices = int | Sequence[Device] | None
@@ -301,11 +302,9 @@ class LLM:
                 'kv="device"'
             )
         where = next(iter(engine.leaves.vocab.devices()))
-        return StepFn(
-            pure_step(engine.model, self.plan.options.ctx, self.plan.options.ubatch),
-            engine.leaves,
-            empty_cache(self.plan, engine.model, where),
-        )
+        fn = pure_step(engine.model, self.plan.options.ctx, self.plan.options.ubatch)
+        with memory_of(self.plan):
+            return StepFn(fn, engine.leaves, empty_cache(self.plan, engine.model, where))
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, int | None]]:
         options = self.plan.options
@@ -322,8 +321,11 @@ class LLM:
             )
         try:
             yield
-        except KeyboardInterrupt:  # it may come between a step and the keeping of its result
-            if self.engine.recover():
+        except (Exception, KeyboardInterrupt):
+            # What was donated to a step is gone, if its result is not there or not yet kept.
+            with memory_of(self.plan):
+                lost = self.engine.recover()
+            if lost:
                 self._empty_rows()
             raise
         finally:
