@@ -1,8 +1,9 @@
 """The best cut of every layer over a number of devices: KV groups and MLP blocks a device.
 
-Exact over whole KV groups and whole blocks, where layers have one number of KV groups. A decode
-step takes at least A + B + exchanges, A the longest attention of a device and B the longest MLP,
-and at least as long as every link. Given a time T and A, the groups that a device may take are
+Exact over whole KV groups and whole blocks, where layers have one number of KV groups and groups of
+recurrent states are a multiple of it (in a model without attention they are counted instead). A
+decode step takes at least A + B + exchanges, A the longest attention of a device and B the longest
+MLP, and at least as long as every link. Given a time T and A, the groups that a device may take are
 bounded by A; for each number of groups, the blocks that it may take are bounded by T - A -
 exchanges, and by the memory that is left beside the groups' weights, rings and as much of their
 cache as must stay for the link to keep T. So T can be kept with A exactly when the most blocks that
@@ -47,12 +48,12 @@ class TensorCuts:
     def __init__(self, tables: Tables):
         self._t = t = tables
         shapes = t.model.layers
-        self.groups = max(s.kv_heads for s in shapes)
+        self.groups = max(s.kv_heads for s in shapes) or max(s.states for s in shapes)
         self.blocks = max(s.mlp // max(32, s.mlp_block) for s in shapes)
         self._block_bytes = (t.columns.sum() + t.vocab) / max(1, self.blocks)
         # Replicated tensors: those of layers and those outside, wherever a device takes part.
         self._both = (t.weights - t.grouped - t.columns).sum() + t.outside
-        self._exchanges = 1 + sum((s.kv_heads > 0) + (s.mlp > 0) for s in shapes)
+        self._exchanges = 1 + sum(s.exchanges for s in shapes)
         self._decode = _Linear(self, t.decode)
 
     def best(self, n: int, near: float | None = None) -> TensorCut | None:
@@ -178,20 +179,33 @@ class _Memory:
         grouped = part * (t.grouped.sum() + t.ring.sum())
         left = t.cap[:, None] - cuts._both - residuals - grouped[None]  # [R, K + 1]
         self._left = left
-        attention = part * t.attention.max()
-        self._attention = attention
-        self._per = np.array([0.0, t.dense.max() / cuts.blocks, t.logits / cuts.blocks])
+        self._lines = self._compute_lines()
         self._pages = part * t.pages.sum()
         self._group = part * t.group.max()
         self._copies = t.copies * self._group
         self.resident = self._take(left - self._pages)
 
+    def _compute_lines(self) -> list[tuple[float, Floats]]:
+        """Bytes a block and bytes beside a number of groups, [K + 1], of everything that may be the
+        widest part of a step's computation together with the largest matrix that is unpacked."""
+        t, blocks, none = self._t, self._cuts.blocks, np.zeros_like(self._part)
+        widest = [
+            (0.0, self._part * t.attention.max()),
+            (t.dense.max() / blocks, none + t.fixed.max()),
+            (t.logits / blocks, none),
+        ]
+        most = {kind: each.max() for kind, each in t.unpacked.items()}
+        matrices = [
+            (0.0, np.maximum(self._part * most["grouped"], most["whole"])),
+            (max(most["columns"], t.unpacked_vocab) / blocks, none),
+        ]
+        return [(a + c, b + d) for a, b in widest for c, d in matrices]
+
     def _take(self, room: Floats) -> Floats:
-        """Blocks that fit into so many bytes, with the widest part of a step's computation."""
-        cuts, t = self._cuts, self._t
-        within = np.minimum((room - self._attention) / cuts._block_bytes, cuts.blocks)
-        for per, fixed in zip(self._per[1:], (t.fixed.max(), 0.0), strict=True):
-            within = np.minimum(within, (room - fixed) / (cuts._block_bytes + per))
+        """Blocks that fit into so many bytes, with a step's computation."""
+        size, within = self._cuts._block_bytes, np.full_like(room, self._cuts.blocks)
+        for each, beside in self._lines:
+            within = np.minimum(within, (room - beside) / (size + each))
         return np.floor(within + 1e-9)
 
     def blocks(self, limit: float) -> Floats:
@@ -213,10 +227,8 @@ class _Memory:
     def kept(self, groups: np.ndarray, blocks: np.ndarray) -> Floats:
         """Bytes of cache that can stay on each device under a cut."""
         each = np.arange(len(groups))
-        columns = blocks[:, None] * self._per
-        columns[:, 0] = self._attention[groups]
-        columns[:, 1] += self._t.fixed.max()
-        room = self._left[each, groups] - blocks * self._cuts._block_bytes - columns.max(1)
+        compute = np.max([blocks * a + b[groups] for a, b in self._lines], axis=0)
+        room = self._left[each, groups] - blocks * self._cuts._block_bytes - compute
         pages = self._pages[groups]
         kept = np.clip(room - self._copies[groups], 0, pages)
         return np.where(room >= pages, pages, kept)
