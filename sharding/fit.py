@@ -10,7 +10,7 @@ made plans of in the order of their time, and plans are compared by the cost mod
 where no cut that is left is faster than the best plan by more than that.
 
 Not considered: replicated KV heads, dithered rounding, and attention shares finer than the KV
-groups of the layers that have most.
+groups of the layers that have most. docs/fit.md says what they could win.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ exchanges, and by the memory that is left beside the groups' weights, rings and 
 cache as must stay for the link to keep T. So T can be kept with A exactly when the most blocks that
 n devices can take, over all ways to give each a number of groups that sum to the model's, are the
 model's at least: a dynamic program over devices, groups and devices used. A takes no values but a
-device's time for a whole number of groups. A bisection over T, for all A at once, finds the least;
-an A that cannot keep a T that another keeps is not looked at again, for a smaller T is no easier.
+device's time for a whole number of groups. A bisection over T finds the least; an A that is seen
+not to keep a T that another keeps is not looked at again, for a smaller T is no easier.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ ROUNDS = 40  # of a bisection, each halving what is not yet known
 SLACK = 1 + 1e-9  # of comparisons of seconds
 CLOSE = 5e-4  # seconds are found to this part
 NEAR = 1.05  # a guess is taken to be as good as this
+PRICES = 0.0, 1e3, 1.0, 0.4, 2.5, 0.15, 6.0  # of a group, in its even part of the blocks
+FEW = 8  # values of A that are looked at before all others
 MOST_SECONDS = 1e6  # of a step; a link may take any
+Counts = tuple[int, ...]  # a device
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class TensorCuts:
         return self._exchanges * fabric.exchange_seconds(range(n), stage.payload, False)
 
     def _feasible(self, rows: _Memory, n: int, bounds: Floats, limit: float) -> _Found | None:
-        """A cut that keeps `limit` seconds, with the bounds A under which there is one."""
+        """A cut that keeps `limit` seconds, with the bounds A under which there may be one."""
         decode = self._decode
         left = limit - self._exchange(n, self._t.decode) - decode.constant
         bounds = bounds[bounds + decode.least_mlp <= left * SLACK]
@@ -119,15 +122,23 @@ class TensorCuts:
         groups = np.arange(self.groups + 1)
         late = groups * decode.group[:, None] > bounds[:, None, None] * SLACK
         taken = np.where(late | (taken < 0), -np.inf, np.minimum(taken, self.blocks))
-        # The n devices that can take most must be able to take enough: no other way to see it is
-        # as cheap.
-        able = np.isfinite(taken)
-        blocks = np.sort(np.where(able, taken, 0.0).max(2), axis=1)[:, -n:].sum(1)
-        heads = np.sort(np.where(able, groups, 0).max(2), axis=1)[:, -n:].sum(1)
-        possible = (blocks >= self.blocks) & (heads >= self.groups)
-        if not possible.any():
-            return None
-        return _distribute(taken[possible], n, bounds[possible], self.blocks)
+        # Whatever a group is worth in blocks, no way to give them out is worth more than the n
+        # devices do that are worth most, each by its best number of groups.
+        margin = np.full(len(bounds), np.inf)
+        for price in PRICES:
+            price *= self.blocks / self.groups
+            worth = np.sort((taken + price * groups).max(2), axis=1)[:, -n:].sum(1)
+            margin = np.minimum(margin, worth * SLACK / (self.blocks + price * self.groups))
+            possible = margin >= 1
+            if not possible.any():
+                return None
+            taken, bounds, margin = taken[possible], bounds[possible], margin[possible]
+        order = np.argsort(-margin)  # one A that will do is enough, and these are likely to
+        for some in (order[:FEW], order[FEW:]):
+            shares = _distribute(taken[some], n, self.blocks) if len(some) else None
+            if shares is not None:
+                return _Found(*shares, bounds)
+        return None
 
     def _seconds(
         self, found: _Found, rows: _Memory, n: int, stage: Stage
@@ -236,23 +247,25 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Found:
-    groups: tuple[int, ...]
-    blocks: tuple[int, ...]
+    groups: Counts
+    blocks: Counts
     bounds: Floats
 
 
-def _distribute(taken: Floats, n: int, bounds: Floats, blocks: int) -> _Found | None:
+def _distribute(
+    taken: Floats, n: int, blocks: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Groups and blocks for exactly n devices, where their sum can be the model's; `taken` [A, R,
     K + 1] is how many blocks a device can take beside each number of groups."""
     count, devices, size = taken.shape
     total = np.full((count, n + 1, size), -np.inf)
     total[:, 0, 0] = 0.0
-    steps = [total]
+    steps, able = [total], np.any(taken >= 0, axis=0)
     for d in range(devices):
         here = total.copy()  # the device takes no part
         first, last = max(0, n - devices + d), min(d, n - 1) + 1  # used before, if n can be reached
         into = here[:, first + 1 : last + 1]
-        for a in range(size):
+        for a in np.flatnonzero(able[d]):
             other = total[:, first:last, : size - a] + taken[:, d, a, None, None]
             np.maximum(into[:, :, a:], other, out=into[:, :, a:])
         total = here
@@ -269,7 +282,7 @@ def _distribute(taken: Floats, n: int, bounds: Floats, blocks: int) -> _Found | 
         a = next(a for a in range(k + 1) if before[used - 1, k - a] + taken[row, d, a] == now)
         groups[d], most[d] = a, taken[row, d, a]
         k, used = k - a, used - 1
-    return _Found(tuple(groups), _fill(most, blocks), bounds[keeps])
+    return tuple(groups), _fill(most, blocks)
 
 
 def _fill(most: list[float], blocks: int) -> tuple[int, ...]:
