@@ -26,13 +26,14 @@ from jaxllm.models.sources import GGUFSource
 from jaxllm.models.weights import slots
 from jaxllm.progress import measure_aloud, measuring
 from jaxllm.runtime import default_dtype, links_file
-from sharding import Mesh, PlanOptions, parse_shares, position_bytes
+from sharding import Mesh, Plan, PlanOptions, parse_shares, position_bytes
 from sharding.fit import Fit
 from sharding.fit import fit as fastest
 from sharding.fit_search import Allowed
 from sharding.fit_tables import Workload
 from sharding.links import Delivery, host_place, measure_link, measured, with_links
 from sharding.options import SplitMode
+from sharding.residency import format_layers
 
 DEFAULT_CTX = 2048
 DTYPES = ("float32", "bfloat16", "float16")
@@ -214,7 +215,21 @@ def plan_config(
     elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
         measure = measure_aloud if progress else measure_link
         mesh = measured(mesh, _delivery(cfg, mesh, options), links_file(), measure)
-    return plan_model(block, cfg, mesh, options, dtype, mlp_block, keep)
+    model = plan_model(block, cfg, mesh, options, dtype, mlp_block, keep)
+    _warn_of_residency(model.plan)
+    return model
+
+
+def _warn_of_residency(plan: Plan) -> None:
+    """Say where less of a host cache stays on a device than was asked for."""
+    for info, kept in zip(plan.mesh.devices, plan.residency.devices, strict=True):
+        if kept.layers < kept.requested_layers - 1e-9:
+            warnings.warn(
+                f"device {info.label} keeps {format_layers(kept.layers)} ({kept.bytes} bytes) of"
+                f" cache, where {format_layers(kept.requested_layers)} ({kept.requested_bytes}"
+                " bytes) were asked for; the notes of the plan say why",
+                stacklevel=3,
+            )
 
 
 def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
