@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.models.layers import linear
+from jaxllm.progress import Tell, silent, telling
 from jaxllm.runtime import links_file, rates_file
 from sharding import Fabric, Mesh, exchange
 from sharding.links import (
@@ -39,7 +40,6 @@ ROWS = 512  # of a chunk
 SIZE = {"cpu": (4096, 8192)}  # of the weights that are multiplied with; 128 MiB of float32
 LARGE = (8192, 16384)
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 24  # of a partial
-Tell = Callable[[str], None]  # hears of what takes seconds, before it begins
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,22 @@ class Limits:
     link_gb_s: float | None
 
 
-def calibrated_mesh(mesh: Mesh, dtype: str, tell: Tell | None = None) -> Mesh:
+def calibrated_mesh(mesh: Mesh, dtype: str, tell: Tell = silent) -> Mesh:
     """The mesh with rates of its devices, links and exchange, those that it tells kept; one without
-    jax devices as it is. CPU devices get what memory the host has free, in equal parts."""
+    jax devices as it is. CPU devices get what memory the host has free, in equal parts. `tell` is
+    told of everything that is measured, before it is."""
     devices = mesh.jax_devices
     if devices is None:
         return mesh
     mesh = _with_memory(mesh)
     place = host_place(devices, None)
-    tell = tell or (lambda what: None)
-
-    def link(device: Any, how: Delivery) -> float:
-        tell(
-            f"measuring the link of {device.platform}:{device.id}, once; --link-gbps (link_gbps=) "
-            "gives rates instead"
-        )
-        return measure_link(device, how)
-
-    mesh = measured(mesh, Delivery(place, LARGE_BYTES, 4), links_file(), link)
+    mesh = measured(mesh, Delivery(place, LARGE_BYTES, 4), links_file(), telling(tell))
     labels = " ".join(f"{d.label} {d.kind}" for d in mesh.devices)
     key = f"{labels} {dtype} {jax.__version__}"
     known = read_rates(rates_file())
     names = _names(len(devices))
     if any(f"{key} {name}" not in known for name in names):
-        tell(f"measuring rates of {', '.join(d.label for d in mesh.devices)} in {dtype}, once")
-        found = measure_rates(mesh, dtype)
+        found = measure_rates(mesh, dtype, tell)
         known = {**known, **{f"{key} {name}": float(found[name]) for name in names}}
         write_rates(rates_file(), known)
     rates = {name: known[f"{key} {name}"] for name in names}
@@ -99,13 +90,16 @@ def calibrated_mesh(mesh: Mesh, dtype: str, tell: Tell | None = None) -> Mesh:
     return replace(mesh, devices=tuple(infos), fabric=fabric)
 
 
-def measure_rates(mesh: Mesh, dtype: str) -> dict[str, float]:
+def measure_rates(mesh: Mesh, dtype: str, tell: Tell = silent) -> dict[str, float]:
     """Rates of all devices of a mesh, one at a time, and of exchanges between the first two."""
     devices = list(mesh.jax_devices or ())
+    tell("the call of a program")
     found = {"dispatch_us": 1e6 * _dispatch(devices[0])}
     for i, device in enumerate(devices):
+        tell(f"products in {dtype} on {mesh.devices[i].label}")
         found[f"read_gbps {i}"], found[f"tflops {i}"] = _products(device, dtype)
     if len(devices) > 1:
+        tell("an exchange between two devices")
         small, large = (_exchange(devices[:2], size) for size in (SMALL_BYTES, LARGE_BYTES))
         found["latency_us"] = 1e6 * small
         found["gbps"] = (LARGE_BYTES - SMALL_BYTES) / max(large - small, 1e-9) / 1e9

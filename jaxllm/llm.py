@@ -35,6 +35,7 @@ from jaxllm.results import Completion, Piece, StepFn
 from jaxllm.runtime import keep_compiled_programs
 from jaxllm.text import StreamDecoder, Tokenizer, load_tokenizer
 from sharding import Mesh, Plan, ensure_devices
+from sharding.memory import memory_of
 
 Prompt = str | Sequence[int]
 Devices = int | Sequence[Device] | None
@@ -86,6 +87,7 @@ class LLM:
         options = model.plan.options
         self._rows = Rows(options.slots, max(options.page, options.ubatch), prefix_cache)
         self.engine: Engine = build_engine(model, source, progress, place)
+        self._origin = session.Origin(model.whole.cfg, model.block, source.digest())
 
     @classmethod
     def from_gguf(
@@ -258,7 +260,7 @@ class LLM:
                 held = self._rewind(row, held)
             layers = self.engine.read_row(row, held.cached)
             whole = session.Session(held, layers, self.engine.read_states(row))
-            session.save(path_of(path), self.config, whole)
+            session.save(path_of(path), self._origin, whole)
 
     def _rewind(self, row: int, held: Held) -> Held:
         """Let a row of a model with recurrent layers hold the longest part of its sequence that a
@@ -278,7 +280,7 @@ class LLM:
         token ids. A prompt that begins with them goes on from it."""
         if not self._rows.keep:
             raise OptionError("a session needs prefix_cache=True to be of use; load the model so")
-        found = session.load(path_of(path), self.config, self.plan.options.ctx)
+        found = session.load(path_of(path), self._origin, self.plan.options.ctx)
         with self._engine_to_itself(), self._spare_row(keep=True) as row:
             self.engine.write_row(row, found.layers, found.held.cached, found.states)
             self.engine.park(row)
@@ -301,11 +303,9 @@ class LLM:
                 'kv="device"'
             )
         where = next(iter(engine.leaves.vocab.devices()))
-        return StepFn(
-            pure_step(engine.model, self.plan.options.ctx, self.plan.options.ubatch),
-            engine.leaves,
-            empty_cache(self.plan, engine.model, where),
-        )
+        fn = pure_step(engine.model, self.plan.options.ctx, self.plan.options.ubatch)
+        with memory_of(self.plan):
+            return StepFn(fn, engine.leaves, empty_cache(self.plan, engine.model, where))
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, int | None]]:
         options = self.plan.options
@@ -322,8 +322,11 @@ class LLM:
             )
         try:
             yield
-        except KeyboardInterrupt:  # it may come between a step and the keeping of its result
-            if self.engine.recover():
+        except (Exception, KeyboardInterrupt):
+            # What was donated to a step is gone, if its result is not there or not yet kept.
+            with memory_of(self.plan):
+                lost = self.engine.recover()
+            if lost:
                 self._empty_rows()
             raise
         finally:

@@ -24,15 +24,16 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.registry import family
 from jaxllm.models.sources import GGUFSource
 from jaxllm.models.weights import slots
-from jaxllm.progress import measure_aloud, say
+from jaxllm.progress import measure_aloud, measuring
 from jaxllm.runtime import default_dtype, links_file
-from sharding import Mesh, PlanOptions, parse_shares, position_bytes
+from sharding import Mesh, Plan, PlanOptions, parse_shares, position_bytes
 from sharding.fit import Fit
 from sharding.fit import fit as fastest
 from sharding.fit_search import Allowed
 from sharding.fit_tables import Workload
 from sharding.links import Delivery, host_place, measure_link, measured, with_links
 from sharding.options import SplitMode
+from sharding.residency import format_layers
 
 DEFAULT_CTX = 2048
 DTYPES = ("float32", "bfloat16", "float16")
@@ -123,6 +124,7 @@ def fit_config(
     ubatch: int | None = None,
     workload: Workload | None = None,
     weights: str = "dequantised",
+    stored: StoredTypes | None = None,
     progress: bool = False,
     **arguments: Any,
 ) -> Fit:
@@ -132,29 +134,25 @@ def fit_config(
         split_mode, ubatch: the only one to consider, where given.
         cache_type_k, cache_type_v: types that may be chosen, as "f16,q8_0" or a sequence.
         workload: the request whose time counts.
-        progress: say on stderr what is measured.
+        weights, stored: "quantised" counts matrices as the file has them; `stored` has their types.
+        progress: show what is measured.
         arguments: those of `LLM` that a fit does not choose.
 
     Raises:
-        OptionError: for an argument that a fit chooses, and for quantised weights.
+        OptionError: for an argument that a fit chooses.
         FitError: when nothing fits.
     """
     for name in CHOSEN:
         if name in arguments:
             raise OptionError(f"{name} is what a fit chooses; drop it, or drop the fit")
-    if weights != "dequantised":
-        raise OptionError(f"a fit does not count weights {weights!r}; drop them, or drop the fit")
-    if cfg.stateful:
-        raise OptionError(
-            f"a fit does not know the {len(cfg.stateful)} recurrent layers of {cfg.architecture}; "
-            "choose the split yourself (-sm, -ts, -as)"
-        )
+    keep = _kept(weights, stored)
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
-    mesh = calibrated_mesh(mesh, dtype, say if progress else None)
+    with measuring(progress) as tell:
+        mesh = calibrated_mesh(mesh, dtype, tell)
     alone = replace(options, split_mode="none")
-    whole = plan_model(block, cfg, Mesh(mesh.devices[:1]), alone, dtype, mlp_block).plan
+    whole = plan_model(block, cfg, Mesh(mesh.devices[:1]), alone, dtype, mlp_block, keep).plan
     own = (options.cache_type_k,)
     pairs = product(_types(cache_type_k) or own, _types(cache_type_v) or own)
     allowed = Allowed(tuple(pairs))
@@ -162,7 +160,23 @@ def fit_config(
         allowed = replace(allowed, split_modes=(split_mode,))
     if ubatch is not None:
         allowed = replace(allowed, ubatches=(ubatch,))
-    return fastest(whole.model, mesh, whole.options, whole.tensors, allowed, workload)
+    cut = whole.tensors
+    if keep is not None:  # what stays quantised wherever groups are cut
+        most = max(max(layer.kv_heads, layer.states) for layer in whole.model.layers)
+        alone, paper = replace(options, split_mode="tensor"), Mesh.virtual(max(1, most))
+        cut = plan_model(block, cfg, paper, alone, dtype, mlp_block, keep).plan.tensors
+    return fastest(whole.model, mesh, whole.options, whole.tensors, allowed, workload, cut)
+
+
+def _kept(weights: str, stored: StoredTypes | None) -> StoredTypes | None:
+    """The types of the tensors that stay quantised where they can, None for none of them."""
+    if weights not in WEIGHTS:
+        raise OptionError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+    if weights == "dequantised":
+        return None
+    if stored is None:
+        raise OptionError("random weights are not quantised; leave weights at dequantised")
+    return stored
 
 
 def _types(given: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -188,13 +202,10 @@ def plan_config(
     Link rates decide which device keeps pages of a host cache; where they are needed and not given
     they are measured, once, and `progress` says so.
     """
-    if weights not in WEIGHTS:
-        raise OptionError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
-    if weights == "quantised" and stored is None:
-        raise OptionError("random weights are not quantised; leave weights at dequantised")
+    keep = _kept(weights, stored)
     if fit:
         given: dict[str, Any] = {"mlp_block": mlp_block, "link_gbps": link_gbps, "weights": weights}
-        given["progress"] = progress
+        given |= {"stored": stored, "progress": progress}
         found = fit_config(block, cfg, mesh, **given, **arguments)
         mesh, link_gbps = found.plan.mesh, None
         arguments |= found.arguments()
@@ -204,8 +215,21 @@ def plan_config(
     elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
         measure = measure_aloud if progress else measure_link
         mesh = measured(mesh, _delivery(cfg, mesh, options), links_file(), measure)
-    keep = stored if weights == "quantised" else None
-    return plan_model(block, cfg, mesh, options, dtype, mlp_block, keep)
+    model = plan_model(block, cfg, mesh, options, dtype, mlp_block, keep)
+    _warn_of_residency(model.plan)
+    return model
+
+
+def _warn_of_residency(plan: Plan) -> None:
+    """Say where less of a host cache stays on a device than was asked for."""
+    for info, kept in zip(plan.mesh.devices, plan.residency.devices, strict=True):
+        if kept.layers < kept.requested_layers - 1e-9:
+            warnings.warn(
+                f"device {info.label} keeps {format_layers(kept.layers)} ({kept.bytes} bytes) of"
+                f" cache, where {format_layers(kept.requested_layers)} ({kept.requested_bytes}"
+                " bytes) were asked for; the notes of the plan say why",
+                stacklevel=3,
+            )
 
 
 def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
@@ -222,7 +246,7 @@ def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
 def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
     """The plan of a GGUF file over a mesh, its tensors checked; `arguments` are those of `LLM`."""
     block, cfg, mlp_block = _model(file)
-    stored = {name: info.type for name, info in file.tensors.items()}
+    stored = _stored_types(file)
     model = plan_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
     ctx = model.plan.options.ctx
     if 0 < cfg.ctx_train < ctx:
@@ -238,7 +262,12 @@ def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
 def fit_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> Fit:
     """The fastest split of a GGUF file over a mesh; see `fit_config`."""
     block, cfg, mlp_block = _model(file)
-    return fit_config(block, cfg, mesh, mlp_block=mlp_block, **arguments)
+    stored = _stored_types(file)
+    return fit_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
+
+
+def _stored_types(file: GGUFFile) -> StoredTypes:
+    return {name: info.type for name, info in file.tensors.items()}
 
 
 def _model(file: GGUFFile) -> tuple[type[Block], ModelConfig, int]:

@@ -13,13 +13,22 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
+    TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
 from jaxllm.models.weights import Progress as Report
 from sharding import Plan, format_bytes
 from sharding.links import Delivery, measure_link
+
+Tell = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """Tell nobody."""
 
 
 @contextmanager
@@ -51,10 +60,40 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def counting(what: str, total: int, show: bool) -> Iterator[Callable[[str], None]]:
+def measuring(show: bool) -> Iterator[Tell]:
+    """A line that says what is measured, from the first thing on that is told; none without."""
+    if not (show and sys.stderr.isatty()):
+        yield silent
+        return
+    columns = (SpinnerColumn(), TextColumn("measuring {task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: list[TaskID] = []
+
+        def tell(text: str) -> None:
+            if tasks:
+                bar.update(tasks[0], description=text)
+            else:
+                tasks.append(bar.add_task(text, total=None))
+
+        yield tell
+
+
+def telling(tell: Tell) -> Callable[[Any, Delivery], float]:
+    """`measure_link` that tells of each link first."""
+
+    def measure(device: Any, how: Delivery) -> float:
+        size = format_bytes(how.group_bytes)
+        tell(f"the link of {device.platform}:{device.id}, {size} from {how.place} memory")
+        return measure_link(device, how)
+
+    return measure
+
+
+@contextmanager
+def counting(what: str, total: int, show: bool) -> Iterator[Tell]:
     """A bar over `total` things; what is yielded is told of each, with a text to show beside it."""
     if not (show and sys.stderr.isatty()):
-        yield lambda text: None
+        yield silent
         return
     texts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     columns = (*texts, TextColumn("{task.fields[text]}"), TimeRemainingColumn())

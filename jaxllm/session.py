@@ -3,8 +3,8 @@
 A safetensors file. Tensors: `tokens` int32 [n] (the newest may have no cache yet), and `k.I` and
 `v.I` [K, S, row] of layer I, the model's own KV heads in order (a plan's copies of a head are
 stored once), rows byte for byte as the cache type stores them; bfloat16 as uint16. A recurrent
-layer has `state.I.N` [groups, ...], its N-th array, float32. Its metadata says what the file fits:
-see `_facts`. A file is written whole or not at all.
+layer has `state.I.N` [groups, ...], its N-th array, float32. Its metadata says of which model it
+is, weights included: see `_facts`. A file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -27,9 +27,19 @@ from jaxllm.engine.prefixes import Held
 from jaxllm.engine.rows import LayerRow
 from jaxllm.engine.states import StateRow
 from jaxllm.errors import SessionError
+from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig, ModelConfig
 
-FORMAT, VERSION = "jaxllm session", "1"
+FORMAT, VERSION = "jaxllm session", "2"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model that a session is of: two of one sizes and block differ in `weights`, a digest."""
+
+    cfg: ModelConfig
+    block: type[Block]
+    weights: str
 
 
 @dataclass(frozen=True)
@@ -41,13 +51,13 @@ class Session:
     states: Sequence[StateRow] = ()
 
 
-def save(path: Path, cfg: ModelConfig, session: Session) -> None:
+def save(path: Path, origin: Origin, session: Session) -> None:
     """Write a session of a model.
 
     Raises:
         SessionError: where the file cannot be written.
     """
-    held = session.held
+    held, cfg = session.held, origin.cfg
     tensors = {"tokens": np.asarray(held.tokens, np.int32)}
     owners = [cfg.layers[i] for i in cfg.cached]
     for index, (layer, row) in enumerate(zip(owners, session.layers, strict=True)):
@@ -56,7 +66,7 @@ def save(path: Path, cfg: ModelConfig, session: Session) -> None:
     for index, arrays in zip(cfg.stateful, session.states, strict=True):
         for n, array in enumerate(arrays):
             tensors[f"state.{index}.{n}"] = np.ascontiguousarray(array)
-    facts = _facts(cfg) | {
+    facts = _facts(origin) | {
         "cached": str(held.cached),
         "prefilled": str(held.prefilled),
         "firsts": json.dumps([row.first for row in session.layers]),
@@ -73,18 +83,18 @@ def save(path: Path, cfg: ModelConfig, session: Session) -> None:
             part.unlink(missing_ok=True)
 
 
-def load(path: Path, cfg: ModelConfig, ctx: int) -> Session:
-    """Read a session for a plan of `cfg` with `ctx` positions.
+def load(path: Path, origin: Origin, ctx: int) -> Session:
+    """Read a session for a plan of the model with `ctx` positions.
 
     Raises:
         SessionError: for a file that is missing, damaged, no session, of another version, model
             or cache type, or longer than `ctx`.
     """
-    name = f"the session {str(path)!r}"
+    name, cfg = f"the session {str(path)!r}", origin.cfg
     try:
         with safe_open(path, "np") as file:
             facts = file.metadata() or {}
-            _check(name, facts, _facts(cfg))
+            _check(name, facts, _facts(origin))
             cached = int(facts["cached"])
             if cached > ctx:
                 raise SessionError(
@@ -107,8 +117,9 @@ def load(path: Path, cfg: ModelConfig, ctx: int) -> Session:
     return Session(held, layers, states)
 
 
-def _facts(cfg: ModelConfig) -> dict[str, str]:
+def _facts(origin: Origin) -> dict[str, str]:
     """What a session's model must have in common with the one that it is loaded into."""
+    cfg = origin.cfg
     plain = [
         replace(
             layer,
@@ -119,12 +130,14 @@ def _facts(cfg: ModelConfig) -> dict[str, str]:
         )
         for layer in cfg.layers
     ]
-    sizes = json.dumps(asdict(replace(cfg, layers=tuple(plain))), default=str, sort_keys=True)
+    sizes = asdict(replace(cfg, layers=tuple(plain))) | {"block": origin.block.__qualname__}
+    text = json.dumps(sizes, default=str, sort_keys=True)
     return {
         "format": FORMAT,
         "version": VERSION,
         "model": f"{cfg.name or cfg.architecture} ({cfg.architecture}, {len(cfg.layers)} layers)",
-        "fingerprint": hashlib.sha256(sizes.encode()).hexdigest(),
+        "fingerprint": hashlib.sha256(text.encode()).hexdigest(),
+        "weights": origin.weights,
         "cache": json.dumps([_cache(layer) for layer in cfg.layers]),
     }
 
@@ -147,6 +160,11 @@ def _check(name: str, facts: dict[str, str], own: dict[str, str]) -> None:
         raise SessionError(
             f"{name} is of the model {facts.get('model')} and this is {own['model']}, whose name,"
             " sizes or settings differ; load the model that it was saved from"
+        )
+    if facts.get("weights") != own["weights"]:
+        raise SessionError(
+            f"{name} is of other weights of {own['model']}, as those before a fine-tuning or of"
+            " another quantisation are; load the file that it was saved from"
         )
     if facts.get("cache") != own["cache"]:
         theirs, ours = json.loads(facts["cache"]), json.loads(own["cache"])

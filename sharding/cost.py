@@ -112,6 +112,7 @@ class CostModel:
         # Of several tables the head reads one whole; an embedding takes a few rows.
         self._head = max(self._tables.values(), key=np.sum) + self._vectors
         self._groups = np.array([_counts(plan, layer.groups) for layer in plan.layers], float)
+        self._states = np.array([_counts(plan, layer.states) for layer in plan.layers], float)
 
     def under(self, plan: Plan) -> CostModel:
         """Of a plan that cuts weights as this one does, with other options."""
@@ -190,8 +191,9 @@ class CostModel:
         return StepTime(turns, exchange, dispatch, tuple(links), tuple(staging / rates))
 
     def work(self, tokens: int, rows: int, seen: float) -> tuple[tuple[Floats, Floats], ...]:
-        """Bytes read and operations, by layer and device, of attention and of MLPs, and by device
-        of the head; `seen` is the mean of a token's earlier positions."""
+        """Bytes read and operations, by layer and device, of attention or a recurrent mixer and of
+        MLPs, and by device of the head; a recurrent state is read and written once a step. `seen`
+        is the mean of a token's earlier positions."""
         plan = self.plan
         read, score, used = [], [], []
         for shape in plan.model.layers:
@@ -200,7 +202,8 @@ class CostModel:
             score.append(2 * tokens * live * shape.q_per_kv * (shape.k_dim + shape.v_dim))
             used.append(shape.experts_used / shape.experts if shape.experts else 0.0)
         repeat = np.array([layer.replication for layer in plan.layers], float)
-        cache = np.array(read)[:, None] * self._groups
+        states = np.array([2.0 * rows * shape.state_bytes for shape in plan.model.layers])
+        cache = np.array(read)[:, None] * self._groups + states[:, None] * self._states
         scores = (np.array(score) / repeat)[:, None] * self._groups
         attn = self._attn.bytes + cache, 2 * tokens * self._attn.values + scores
         part = np.array(used)[:, None]
@@ -215,14 +218,14 @@ class CostModel:
         return np.maximum(size / self._read, operations / self._flops)
 
     def _exchanges(self, payload: float) -> float:
-        """Of the partials of embedding, attention and MLPs."""
+        """Of the partials of embedding, mixers and MLPs."""
         plan, fabric = self.plan, self.plan.mesh.fabric
         collective = plan.engine == "fused"
         found: dict[tuple[int, ...], float] = {}
         total = 0.0
         stages = [(plan.used_devices, 1)]
         for shape, layer in zip(plan.model.layers, plan.layers, strict=True):
-            stages.append((layer.devices, (shape.kv_heads > 0) + (shape.mlp > 0)))
+            stages.append((layer.devices, shape.exchanges))
         for devices, times in stages:
             if devices not in found:
                 found[devices] = fabric.exchange_seconds(devices, payload, collective)

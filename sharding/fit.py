@@ -10,7 +10,7 @@ made plans of in the order of their time, and plans are compared by the cost mod
 where no cut that is left is faster than the best plan by more than that.
 
 Not considered: replicated KV heads, dithered rounding, and attention shares finer than the KV
-groups of the layers that have most.
+groups of the layers that have most. docs/fit.md says what they could win.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def fit(
     tensors: Sequence[TensorShape],
     allowed: Allowed,
     workload: Workload | None = None,
+    cut_tensors: Sequence[TensorShape] | None = None,
 ) -> Fit:
     """Choose a plan; see the module's docstring.
 
@@ -79,6 +80,7 @@ def fit(
         mesh: with the rates of every device, and the free memory of those that have any limit.
         options: context, slots, pages and whatever else is not chosen.
         tensors: every tensor of the model, no KV head replicated.
+        cut_tensors: those of -sm tensor, where quantised weights are held otherwise to be cut.
         workload: the request whose time counts; by default one that fills the context.
 
     Raises:
@@ -86,7 +88,8 @@ def fit(
         PlanError: when a rate is not known.
     """
     workload = workload or Workload.filling(options.ctx)
-    search = Search(model, mesh, options, tuple(tensors), allowed, workload)
+    cut = tuple(tensors if cut_tensors is None else cut_tensors)
+    search = Search(model, mesh, options, tuple(tensors), allowed, workload, cut)
     considered = search.run()
     if mesh.fabric.host_memory is not None and not any(c.plan for c in considered):
         search.spare_host = True
@@ -148,6 +151,7 @@ def _fits(search: Search, ctx: int) -> bool:
         search.tensors,
         least,
         Workload.filling(ctx),
+        search.cut_tensors,
     )
     small.spare_host = True
     return any(small.plan(cut).plan is not None for cut in small.cuts())

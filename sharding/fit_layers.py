@@ -63,6 +63,8 @@ class _Spans:
         outside = (t.vocab + t.outside) * self._last
         mlp = t.dense + t.fixed + 2 * t.handed_on
         widest = np.maximum(self._most(np.maximum(t.attention, mlp)), t.logits * self._last)
+        matrices = self._most(np.maximum.reduce(list(t.unpacked.values())))
+        widest += np.maximum(matrices, t.unpacked_vocab * self._last)
         needed = self._sum(t.weights + t.ring) + outside + 4 * t.residual + widest
         room = t.cap[self._device] - needed
         self.whole_fits = room[0, -1] + t.ring.sum() >= t.whole_ring.sum()

@@ -81,9 +81,11 @@ class Search:
         tensors: tuple[TensorShape, ...],
         allowed: Allowed,
         workload: Workload,
+        cut_tensors: tuple[TensorShape, ...],
     ):
         self.model, self.mesh, self.options = model, mesh, options
         self.tensors, self.allowed, self.workload = tensors, allowed, workload
+        self.cut_tensors = cut_tensors  # of -sm tensor
         self.spare_host = False  # look for cuts with little cache in host memory, too
 
     def run(self) -> list[Considered]:
@@ -157,18 +159,21 @@ class Search:
 
     def cuts(self) -> Iterator[Cut]:
         """The best cut of every kind with every setting."""
-        probe: Probe | None = None
+        probes: list[Probe] = []
         near: dict[int, float | None] = {}
         for options in self.settings():
-            probe = probe or Probe(self.model, self.mesh, options, self.tensors)
-            tables = Tables(probe.under(options), self.mesh, self.workload)
-            yield from self._cuts_of(tables, options, near)
+            probes = probes or [
+                Probe(self.model, self.mesh, options, tensors)
+                for tensors in dict.fromkeys((self.tensors, self.cut_tensors))
+            ]
+            tables = [Tables(p.under(options), self.mesh, self.workload) for p in probes]
+            yield from self._cuts_of(tables[0], tables[-1], options, near)
 
     def _cuts_of(
-        self, tables: Tables, options: PlanOptions, near: dict[int, float | None]
+        self, tables: Tables, sliced: Tables, options: PlanOptions, near: dict[int, float | None]
     ) -> Iterator[Cut]:
-        """The best cut of every kind that fits."""
-        layers, tensor = LayerCuts(tables), TensorCuts(tables)
+        """The best cut of every kind that fits; `sliced` are the tables of -sm tensor."""
+        layers, tensor = LayerCuts(tables), TensorCuts(sliced)
         for kind, mode, n in self.kinds():
             if mode == "tensor":
                 cut = tensor.best(n, near.get(n))
@@ -209,9 +214,10 @@ class Search:
         """The cut as a plan; one that turns out not to fit has none."""
         best: Considered | None = None
         refused: Exception | None = None
+        tensors = self.tensors if isinstance(cut.cut, LayerCut) else self.cut_tensors
         for options in self._as_options(cut):
             try:
-                plan = make_plan(self.model, self.mesh, options, self.tensors).check_fit()
+                plan = make_plan(self.model, self.mesh, options, tensors).check_fit()
                 _check_host(plan)
             except (DoesNotFit, FitError, PlanError) as error:
                 refused = error

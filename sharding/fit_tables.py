@@ -81,9 +81,12 @@ class Probe:
         self.plan = make_plan(model, Mesh(mesh.devices[:1]), alone, tensors)
         self.cost = CostModel(self.plan)
         layers = len(model.layers)
-        # Of whole layers; what follows KV groups; what follows MLP columns. Then outside layers.
+        # Of whole layers; what follows KV groups, as groups of states do; what follows MLP columns.
         self.weights, self.grouped, self.columns = (np.zeros(layers) for _ in range(3))
         self.vocab = self.outside = 0.0
+        # The largest matrix that a step unpacks, of the same kinds.
+        self.unpacked = {kind: np.zeros(layers) for kind in ("grouped", "columns", "whole")}
+        self.unpacked_vocab = 0.0
         for tensor in tensors:
             self._weigh(tensor)
 
@@ -97,18 +100,24 @@ class Probe:
         return found
 
     def _weigh(self, tensor: TensorShape) -> None:
-        size = float(np.prod(tensor.shape)) * tensor.itemsize
+        size = float(tensor.nbytes)
+        unpacked = float(sizes.unpacked(tensor, size, self.plan.options.itemsize))
         split = tensor.split_axis
         if tensor.layer is None:
             if split is None:
                 self.outside += size
             else:
                 self.vocab += size
+                self.unpacked_vocab = max(self.unpacked_vocab, unpacked)
             return
         self.weights[tensor.layer] += size
+        kind = "whole"
         if split is not None:
-            into = self.grouped if split.name == "kv_group" else self.columns
+            kind = "grouped" if split.name in ("kv_group", "state_group") else "columns"
+            into = self.grouped if kind == "grouped" else self.columns
             into[tensor.layer] += size
+        most = self.unpacked[kind]
+        most[tensor.layer] = max(most[tensor.layer], unpacked)
 
 
 class Tables:
@@ -118,15 +127,17 @@ class Tables:
         cap: bytes that may be used, [R]; infinite where a device does not tell.
         link: bytes a second of each device's link, [R].
         decode, prefill: the mean step of each kind.
-        weights: split and whole bytes of each layer; `grouped` of them follow KV groups, `columns`
-            the MLP, the rest is on every device of the layer.
+        weights: split and whole bytes of each layer; `grouped` of them follow KV groups, as groups
+            of recurrent states do, `columns` the MLP, the rest is on every device of the layer.
         vocab, outside: bytes of vocabulary tables, and of other tensors outside layers.
-        ring, pages: cache on the device in any case, and full pages; `whole_ring` is a cache that
-            one program keeps on one device.
+        ring, pages: cache on the device in any case, recurrent states included, and full pages;
+            `whole_ring` is a cache that one program keeps on one device.
         group: of a group of pages; `copies` times as many are in flight while any is streamed.
         handed_on, attention, dense, fixed: of `sizes.layer_compute`, the MLP's as a part that
             follows its columns and one that does not.
         residual, logits: bytes of one residual, and of the logits of all rows.
+        unpacked, unpacked_vocab: of the largest quantised matrix once it is unpacked, of each kind
+            of `weights`, and of the vocabulary tables.
     """
 
     def __init__(self, probe: Probe, mesh: Mesh, workload: Workload):
@@ -143,6 +154,7 @@ class Tables:
         self.prefill = self._stage(options.ubatch, 1, at, options.ubatch / 2)
         self.weights, self.grouped, self.columns = probe.weights, probe.grouped, probe.columns
         self.vocab, self.outside = probe.vocab, probe.outside
+        self.unpacked, self.unpacked_vocab = probe.unpacked, probe.unpacked_vocab
         self._cache()
         self._compute()
 
@@ -178,8 +190,12 @@ class Tables:
             slots = options.slots * shape.kv_heads * shape.owns_cache
             position = position_bytes(shape, options)
             full = full_pages(options, shape.window)
-            ring.append(slots * position * ring_positions("staged", options, shape.window))
-            whole.append(slots * position * ring_positions("fused", options, shape.window))
+            states = options.slots * shape.states * shape.state_bytes
+            tail, all_positions = (
+                ring_positions(engine, options, shape.window) for engine in ("staged", "fused")
+            )
+            ring.append(slots * position * tail + states)
+            whole.append(slots * position * all_positions + states)
             pages.append(slots * position * full * options.page)
             group = options.group_pages * self._probe.plan.page_bytes(index, 0) if full else 0
             groups.append(group)
@@ -190,11 +206,15 @@ class Tables:
     def _compute(self) -> None:
         options, model = self.options, self.model
         whole, none = [], []
+        states = [
+            sizes.states_compute(self._probe.plan, i, s.states) for i, s in enumerate(model.layers)
+        ]
         for i, shape in enumerate(model.layers):
             every = shape.kv_heads, shape.mlp, shape.shared_mlp
             whole.append(sizes.layer_compute(self._probe.plan, i, *every))
             none.append(sizes.layer_compute(self._probe.plan, i, 0, 0, 0))
         self.handed_on, self.attention, mlp = np.array(whole, float).T
+        self.attention += np.array(states, float)
         self.fixed = np.array(none, float)[:, 2]
         self.dense = mlp - self.fixed
         self.residual = float(max(options.ubatch, options.slots) * model.embed * options.itemsize)

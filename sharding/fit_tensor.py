@@ -1,15 +1,16 @@
 """The best cut of every layer over a number of devices: KV groups and MLP blocks a device.
 
-Exact over whole KV groups and whole blocks, where layers have one number of KV groups. A decode
-step takes at least A + B + exchanges, A the longest attention of a device and B the longest MLP,
-and at least as long as every link. Given a time T and A, the groups that a device may take are
+Exact over whole KV groups and whole blocks, where layers have one number of KV groups and groups of
+recurrent states are a multiple of it (in a model without attention they are counted instead). A
+decode step takes at least A + B + exchanges, A the longest attention of a device and B the longest
+MLP, and at least as long as every link. Given a time T and A, the groups that a device may take are
 bounded by A; for each number of groups, the blocks that it may take are bounded by T - A -
 exchanges, and by the memory that is left beside the groups' weights, rings and as much of their
 cache as must stay for the link to keep T. So T can be kept with A exactly when the most blocks that
 n devices can take, over all ways to give each a number of groups that sum to the model's, are the
 model's at least: a dynamic program over devices, groups and devices used. A takes no values but a
-device's time for a whole number of groups. A bisection over T, for all A at once, finds the least;
-an A that cannot keep a T that another keeps is not looked at again, for a smaller T is no easier.
+device's time for a whole number of groups. A bisection over T finds the least; an A that is seen
+not to keep a T that another keeps is not looked at again, for a smaller T is no easier.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ ROUNDS = 40  # of a bisection, each halving what is not yet known
 SLACK = 1 + 1e-9  # of comparisons of seconds
 CLOSE = 5e-4  # seconds are found to this part
 NEAR = 1.05  # a guess is taken to be as good as this
+PRICES = 0.0, 1e3, 1.0, 0.4, 2.5, 0.15, 6.0  # of a group, in its even part of the blocks
+FEW = 8  # values of A that are looked at before all others
 MOST_SECONDS = 1e6  # of a step; a link may take any
+Counts = tuple[int, ...]  # a device
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,12 @@ class TensorCuts:
     def __init__(self, tables: Tables):
         self._t = t = tables
         shapes = t.model.layers
-        self.groups = max(s.kv_heads for s in shapes)
+        self.groups = max(s.kv_heads for s in shapes) or max(s.states for s in shapes)
         self.blocks = max(s.mlp // max(32, s.mlp_block) for s in shapes)
         self._block_bytes = (t.columns.sum() + t.vocab) / max(1, self.blocks)
         # Replicated tensors: those of layers and those outside, wherever a device takes part.
         self._both = (t.weights - t.grouped - t.columns).sum() + t.outside
-        self._exchanges = 1 + sum((s.kv_heads > 0) + (s.mlp > 0) for s in shapes)
+        self._exchanges = 1 + sum(s.exchanges for s in shapes)
         self._decode = _Linear(self, t.decode)
 
     def best(self, n: int, near: float | None = None) -> TensorCut | None:
@@ -105,7 +109,7 @@ class TensorCuts:
         return self._exchanges * fabric.exchange_seconds(range(n), stage.payload, False)
 
     def _feasible(self, rows: _Memory, n: int, bounds: Floats, limit: float) -> _Found | None:
-        """A cut that keeps `limit` seconds, with the bounds A under which there is one."""
+        """A cut that keeps `limit` seconds, with the bounds A under which there may be one."""
         decode = self._decode
         left = limit - self._exchange(n, self._t.decode) - decode.constant
         bounds = bounds[bounds + decode.least_mlp <= left * SLACK]
@@ -118,15 +122,23 @@ class TensorCuts:
         groups = np.arange(self.groups + 1)
         late = groups * decode.group[:, None] > bounds[:, None, None] * SLACK
         taken = np.where(late | (taken < 0), -np.inf, np.minimum(taken, self.blocks))
-        # The n devices that can take most must be able to take enough: no other way to see it is
-        # as cheap.
-        able = np.isfinite(taken)
-        blocks = np.sort(np.where(able, taken, 0.0).max(2), axis=1)[:, -n:].sum(1)
-        heads = np.sort(np.where(able, groups, 0).max(2), axis=1)[:, -n:].sum(1)
-        possible = (blocks >= self.blocks) & (heads >= self.groups)
-        if not possible.any():
-            return None
-        return _distribute(taken[possible], n, bounds[possible], self.blocks)
+        # Whatever a group is worth in blocks, no way to give them out is worth more than the n
+        # devices do that are worth most, each by its best number of groups.
+        margin = np.full(len(bounds), np.inf)
+        for price in PRICES:
+            price *= self.blocks / self.groups
+            worth = np.sort((taken + price * groups).max(2), axis=1)[:, -n:].sum(1)
+            margin = np.minimum(margin, worth * SLACK / (self.blocks + price * self.groups))
+            possible = margin >= 1
+            if not possible.any():
+                return None
+            taken, bounds, margin = taken[possible], bounds[possible], margin[possible]
+        order = np.argsort(-margin)  # one A that will do is enough, and these are likely to
+        for some in (order[:FEW], order[FEW:]):
+            shares = _distribute(taken[some], n, self.blocks) if len(some) else None
+            if shares is not None:
+                return _Found(*shares, bounds)
+        return None
 
     def _seconds(
         self, found: _Found, rows: _Memory, n: int, stage: Stage
@@ -178,20 +190,33 @@ class _Memory:
         grouped = part * (t.grouped.sum() + t.ring.sum())
         left = t.cap[:, None] - cuts._both - residuals - grouped[None]  # [R, K + 1]
         self._left = left
-        attention = part * t.attention.max()
-        self._attention = attention
-        self._per = np.array([0.0, t.dense.max() / cuts.blocks, t.logits / cuts.blocks])
+        self._lines = self._compute_lines()
         self._pages = part * t.pages.sum()
         self._group = part * t.group.max()
         self._copies = t.copies * self._group
         self.resident = self._take(left - self._pages)
 
+    def _compute_lines(self) -> list[tuple[float, Floats]]:
+        """Bytes a block and bytes beside a number of groups, [K + 1], of everything that may be the
+        widest part of a step's computation together with the largest matrix that is unpacked."""
+        t, blocks, none = self._t, self._cuts.blocks, np.zeros_like(self._part)
+        widest = [
+            (0.0, self._part * t.attention.max()),
+            (t.dense.max() / blocks, none + t.fixed.max()),
+            (t.logits / blocks, none),
+        ]
+        most = {kind: each.max() for kind, each in t.unpacked.items()}
+        matrices = [
+            (0.0, np.maximum(self._part * most["grouped"], most["whole"])),
+            (max(most["columns"], t.unpacked_vocab) / blocks, none),
+        ]
+        return [(a + c, b + d) for a, b in widest for c, d in matrices]
+
     def _take(self, room: Floats) -> Floats:
-        """Blocks that fit into so many bytes, with the widest part of a step's computation."""
-        cuts, t = self._cuts, self._t
-        within = np.minimum((room - self._attention) / cuts._block_bytes, cuts.blocks)
-        for per, fixed in zip(self._per[1:], (t.fixed.max(), 0.0), strict=True):
-            within = np.minimum(within, (room - fixed) / (cuts._block_bytes + per))
+        """Blocks that fit into so many bytes, with a step's computation."""
+        size, within = self._cuts._block_bytes, np.full_like(room, self._cuts.blocks)
+        for each, beside in self._lines:
+            within = np.minimum(within, (room - beside) / (size + each))
         return np.floor(within + 1e-9)
 
     def blocks(self, limit: float) -> Floats:
@@ -213,10 +238,8 @@ class _Memory:
     def kept(self, groups: np.ndarray, blocks: np.ndarray) -> Floats:
         """Bytes of cache that can stay on each device under a cut."""
         each = np.arange(len(groups))
-        columns = blocks[:, None] * self._per
-        columns[:, 0] = self._attention[groups]
-        columns[:, 1] += self._t.fixed.max()
-        room = self._left[each, groups] - blocks * self._cuts._block_bytes - columns.max(1)
+        compute = np.max([blocks * a + b[groups] for a, b in self._lines], axis=0)
+        room = self._left[each, groups] - blocks * self._cuts._block_bytes - compute
         pages = self._pages[groups]
         kept = np.clip(room - self._copies[groups], 0, pages)
         return np.where(room >= pages, pages, kept)
@@ -224,23 +247,25 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Found:
-    groups: tuple[int, ...]
-    blocks: tuple[int, ...]
+    groups: Counts
+    blocks: Counts
     bounds: Floats
 
 
-def _distribute(taken: Floats, n: int, bounds: Floats, blocks: int) -> _Found | None:
+def _distribute(
+    taken: Floats, n: int, blocks: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Groups and blocks for exactly n devices, where their sum can be the model's; `taken` [A, R,
     K + 1] is how many blocks a device can take beside each number of groups."""
     count, devices, size = taken.shape
     total = np.full((count, n + 1, size), -np.inf)
     total[:, 0, 0] = 0.0
-    steps = [total]
+    steps, able = [total], np.any(taken >= 0, axis=0)
     for d in range(devices):
         here = total.copy()  # the device takes no part
         first, last = max(0, n - devices + d), min(d, n - 1) + 1  # used before, if n can be reached
         into = here[:, first + 1 : last + 1]
-        for a in range(size):
+        for a in np.flatnonzero(able[d]):
             other = total[:, first:last, : size - a] + taken[:, d, a, None, None]
             np.maximum(into[:, :, a:], other, out=into[:, :, a:])
         total = here
@@ -257,7 +282,7 @@ def _distribute(taken: Floats, n: int, bounds: Floats, blocks: int) -> _Found | 
         a = next(a for a in range(k + 1) if before[used - 1, k - a] + taken[row, d, a] == now)
         groups[d], most[d] = a, taken[row, d, a]
         k, used = k - a, used - 1
-    return _Found(tuple(groups), _fill(most, blocks), bounds[keeps])
+    return tuple(groups), _fill(most, blocks)
 
 
 def _fill(most: list[float], blocks: int) -> tuple[int, ...]:

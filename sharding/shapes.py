@@ -60,6 +60,11 @@ class LayerShape:
             raise PlanError(f"cache_context is {self.cache_context!r}; it must be main or draft.")
 
     @property
+    def exchanges(self) -> int:
+        """How many sums over the devices of the layer it takes: of its mixer and of its MLP."""
+        return (self.kv_heads + self.states > 0) + (self.mlp > 0)
+
+    @property
     def cache_kind(self) -> tuple[object, ...]:
         """What two layers must have in common to share a cache."""
         dims = self.k_dim, self.v_dim, self.k_only

@@ -108,9 +108,7 @@ def compute_bytes(plan: Plan, device: int) -> int:
             _count(plan, ranges, device) for ranges in (layer.groups, layer.mlp, layer.shared_mlp)
         )
         handed_on, attention, mlp = layer_compute(plan, index, groups, columns, shared)
-        states = _count(plan, layer.states, device)
-        # A state is copied while a step changes it.
-        attention += states * (tokens * shape.state_work + 2 * options.slots * shape.state_bytes)
+        attention += states_compute(plan, index, _count(plan, layer.states, device))
         if plan.engine == "staged" and len(layer.devices) == 1:
             mlp += 2 * handed_on  # one program, from this layer's queries to the next one's
         if plan.engine == "fused" and shape.experts:
@@ -120,14 +118,18 @@ def compute_bytes(plan: Plan, device: int) -> int:
 
 
 def _unpacked(plan: Plan, device: int) -> int:
-    """Of the largest quantised matrix, once its values are unpacked; of a mixture one expert."""
-    most = 0
-    for tensor in plan.tensors:
-        if tensor.packs > 1:
-            values = _stored(plan, tensor, device) // tensor.itemsize * tensor.packs
-            experts = tensor.shape[tensor.axes.index("expert")] if "expert" in tensor.axes else 1
-            most = max(most, values // experts)
-    return most * plan.options.itemsize
+    """Of the largest quantised matrix that a step on the device unpacks."""
+    itemsize = plan.options.itemsize
+    return max((unpacked(t, _stored(plan, t, device), itemsize) for t in plan.tensors), default=0)
+
+
+def unpacked(tensor: TensorShape, stored: float, itemsize: int) -> int:
+    """Of so many stored bytes of a quantised matrix, once its values are unpacked; of a mixture one
+    expert. 0 for other tensors."""
+    if tensor.packs == 1:
+        return 0
+    experts = tensor.shape[tensor.axes.index("expert")] if "expert" in tensor.axes else 1
+    return int(stored // tensor.itemsize * tensor.packs // experts * itemsize)
 
 
 def layer_compute(
@@ -138,6 +140,14 @@ def layer_compute(
     tokens = max(plan.options.ubatch, plan.options.slots)
     handed_on, attention = _attention(plan, layer, groups, tokens)
     return handed_on, attention, _mlp(plan, plan.model.layers[layer], columns, shared, tokens)
+
+
+def states_compute(plan: Plan, layer: int, states: int) -> int:
+    """Of so many groups of a layer's recurrent state: its step's arrays, and the state twice, for
+    it is copied while a step changes it."""
+    shape, options = plan.model.layers[layer], plan.options
+    tokens = max(options.ubatch, options.slots)
+    return states * (tokens * shape.state_work + 2 * options.slots * shape.state_bytes)
 
 
 def _residuals(plan: Plan) -> int:

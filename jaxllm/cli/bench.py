@@ -241,13 +241,15 @@ def _compared(llm: LLM, measure_limits: Any) -> Any:
 
     from jaxllm.bench.limits import expected
     from jaxllm.calibration import calibrated_mesh
-    from jaxllm.progress import say
+    from jaxllm.progress import measuring
     from sharding.links import host_place
 
     plan, dtype = llm.plan, llm.model.dtype
     devices = tuple(plan.mesh.jax_devices or ())
     streams = any(plan.link_bytes(i, plan.options.ctx) for i in range(len(devices)))
     place = host_place(devices, plan.options.kv_pinned) if streams else None
-    limits = measure_limits(devices, dtype, place)
-    mesh = calibrated_mesh(plan.mesh, dtype, say)
+    with measuring(show=True) as tell:
+        tell("what the first device can do at most")
+        limits = measure_limits(devices, dtype, place)
+        mesh = calibrated_mesh(plan.mesh, dtype, tell)
     return lambda test: expected(plan, mesh, limits, test) | asdict(limits)

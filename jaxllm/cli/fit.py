@@ -42,6 +42,8 @@ def add(subparsers: Any) -> None:
     add("--link-gbps", metavar="RATES", help=rates)
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="of weights and activations (default by the platform)")
+    weights = "quantised: as the file has them, where that can be (default dequantised to --dtype)"
+    add("--weights", choices=("dequantised", "quantised"), help=weights)
     add("--page", type=int, metavar="N", help="positions of a cache page, a power of two")
     add("--group-pages", type=int, metavar="N", help="pages of the largest copy from host memory")
     prompt = "prompt tokens of the request that counts (default three quarters of -c)"
@@ -77,7 +79,7 @@ def _fit(args: argparse.Namespace) -> Fit:
     from sharding.fit_tables import Workload
 
     names = ("ctx", "split_mode", "cache_type_k", "cache_type_v", "ubatch", "parallel")
-    names += ("link_gbps", "dtype", "page", "group_pages")
+    names += ("link_gbps", "dtype", "weights", "page", "group_pages")
     given = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     if (args.n_prompt is None) != (args.n_predict is None):
         raise OptionError("--n-prompt and --n-predict go together; give both")

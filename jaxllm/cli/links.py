@@ -37,7 +37,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a row for every device, kind of host memory and size of a copy."""
     from jaxllm.llm import open_mesh
-    from jaxllm.progress import counting
+    from jaxllm.progress import measuring, telling
     from jaxllm.runtime import links_file
     from sharding.links import Delivery, measured, places
 
@@ -55,11 +55,10 @@ def run(args: argparse.Namespace) -> int:
     mesh = open_mesh(args.devices)
     _check_room(max(sizes) << 20, max(1, args.prefetch), mesh)
     rows = []
-    ways = list(product(places(mesh.jax_devices or ()), sizes))
-    with counting("links", len(ways), show=True) as tell:
-        for place, size in ways:
+    with measuring(show=True) as tell:
+        for place, size in product(places(mesh.jax_devices or ()), sizes):
             how = Delivery(place, size << 20, args.prefetch)
-            for info in measured(mesh, how, links_file()).devices:
+            for info in measured(mesh, how, links_file(), telling(tell)).devices:
                 rows.append(
                     {
                         "device": info.label,

@@ -117,7 +117,7 @@ class Engine(ABC):
         return []
 
     def recover(self) -> bool:
-        """After a step that failed or was interrupted: give up what it has begun. Its rows are to
+        """After anything that failed or was interrupted: give up what it has begun. Its rows are to
         be released; all of them, if the answer is that their cache was lost with it."""
         return False
 
@@ -127,7 +127,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def frees_on_failure(method: Method) -> Method:
     """A method of an engine that raises `DoesNotFit` where a device runs out of memory, with what
-    it has made freed and the engine ready for other steps."""
+    it has made freed. Who called it is to `recover` the engine, as after any other failure."""
 
     @wraps(method)
     def run(self: Engine, *args: Any, **kw: Any) -> Any:
@@ -138,7 +138,6 @@ def frees_on_failure(method: Method) -> Method:
         except DoesNotFit as error:
             refused = error.bare()
         free_frames()
-        self.recover()
         raise refused
 
     return run  # type: ignore[return-value]

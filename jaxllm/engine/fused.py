@@ -356,6 +356,7 @@ class FusedEngine(Engine):
         since = self.since.get((row, window), 0)
         return max(since, int(self.written[row]) - self.capacities[window])
 
+    @frees_on_failure
     def reuse(self, source: int, row: int, length: int) -> None:
         if source == row:
             return
@@ -367,6 +368,7 @@ class FusedEngine(Engine):
         for window in self.capacities:
             self.since[row, window] = self.since.get((source, window), 0)
 
+    @frees_on_failure
     def read_row(self, row: int, length: int) -> list[LayerRow]:
         found = []
         for index, ring in zip(self.model.cfg.cached, self.cache.rings, strict=True):
@@ -378,6 +380,7 @@ class FusedEngine(Engine):
             found.append(of_ring(own, first, length))
         return found
 
+    @frees_on_failure
     def read_states(self, row: int) -> list[StateRow]:
         found = []
         for index, state in zip(self.model.cfg.stateful, self.cache.states, strict=True):
@@ -387,6 +390,7 @@ class FusedEngine(Engine):
             found.append(tuple(own))
         return found
 
+    @frees_on_failure
     def write_row(
         self, row: int, layers: Sequence[LayerRow], length: int, states: Sequence[StateRow] = ()
     ) -> None:

@@ -172,20 +172,24 @@ class StagedEngine(Engine):
         for size in group_sizes(self.plan.options.group_pages):
             if size * self.page > self.plan.options.ctx:
                 continue
-            self.release(0)
-            for device, rings in enumerate(self.rings):
-                model = self.models[device]
-                first_of_kind = {(model.cfg.layers[i], model.kv_heads[i]): i for i in rings}
-                for layer in first_of_kind.values():
-                    at = np.int32(0)
-                    pages = cut(rings[layer], at, at, page=self.page, pages=size)
-                    self.stores[device].add(layer, 0, 0, pages)
+            self._hold_group(size)
             yield 0
             for store in self.stores:  # a group that loses a page is cut
                 for layer in range(len(self.plan.layers)):
                     store.trim(layer, 0, self.page)
         self.release(0)
 
+    @frees_on_failure
+    def _hold_group(self, size: int) -> None:
+        """Let row 0 have one group of so many pages in a layer of each kind, and nothing else."""
+        self.release(0)
+        at = np.int32(0)
+        for store, model, rings in zip(self.stores, self.models, self.rings, strict=True):
+            first_of_kind = {(model.cfg.layers[i], model.kv_heads[i]): i for i in rings}
+            for layer in first_of_kind.values():
+                store.add(layer, 0, 0, cut(rings[layer], at, at, page=self.page, pages=size))
+
+    @frees_on_failure
     def release(self, row: int) -> None:
         self.floor[row] = 0
         self.ends.set(row, 0)
@@ -194,6 +198,7 @@ class StagedEngine(Engine):
         for store in self.stores:
             store.release(row)
 
+    @frees_on_failure
     def park(self, row: int) -> None:
         for store in self.stores:
             store.park(row)
@@ -204,6 +209,7 @@ class StagedEngine(Engine):
             for window in self.window_layers
         )
 
+    @frees_on_failure
     def reuse(self, source: int, row: int, length: int) -> None:
         trimmed = {w: self.trimmed.get((source, w), 0) for w in self.window_layers}
         for store in self.stores:
@@ -216,6 +222,7 @@ class StagedEngine(Engine):
         self.trimmed |= {(row, window): first for window, first in trimmed.items()}
         self._trim(row, length)
 
+    @frees_on_failure
     def read_row(self, row: int, length: int) -> list[LayerRow]:
         found = []
         for index in self.models[0].cfg.cached:
@@ -238,6 +245,7 @@ class StagedEngine(Engine):
         whole = (np.concatenate(side, axis=1) for side in zip(*parts, strict=True))
         return tuple(a[:, : a.shape[1] - surplus] for a in whole)
 
+    @frees_on_failure
     def read_states(self, row: int) -> list[StateRow]:
         found = []
         for index in self.models[0].cfg.stateful:
@@ -248,6 +256,7 @@ class StagedEngine(Engine):
             found.append(tuple(join_heads(part, ranges) for part in parts))
         return found
 
+    @frees_on_failure
     def write_row(
         self, row: int, layers: Sequence[LayerRow], length: int, states: Sequence[StateRow] = ()
     ) -> None:

@@ -124,11 +124,17 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> np.ndarray:
     """Raw bytes of rows start..stop of a tensor seen as 2-D: uint8 [stop - start, row_bytes]."""
     if not 0 <= start <= stop <= info.rows:
         raise ValueError(f"rows {start}..{stop} are outside the {info.rows} rows of {info.name!r}")
-    out = np.empty((stop - start, info.row_bytes), np.uint8)
-    view = out.reshape(-1).data
+    size = info.row_bytes
+    return read_bytes(info, start * size, stop * size).reshape(stop - start, size)
+
+
+def read_bytes(info: TensorInfo, start: int, stop: int) -> np.ndarray:
+    """Raw bytes start..stop of a tensor: uint8 [stop - start]."""
+    out = np.empty(stop - start, np.uint8)
+    view = out.data
     try:
         with open(info.file, "rb", buffering=0) as stream:
-            stream.seek(info.offset + start * info.row_bytes)
+            stream.seek(info.offset + start)
             while view:
                 count = stream.readinto(view)
                 if not count:

@@ -26,6 +26,7 @@ import numpy as np
 from jaxllm.errors import ModelError
 from jaxllm.gguf.blocks import take_apart
 from jaxllm.gguf.dequant import iter_raw_chunks, iter_row_chunks, supported
+from jaxllm.gguf.digest import weights_digest
 from jaxllm.gguf.reader import GGUFFile
 from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.heads import alibi_slopes
@@ -262,6 +263,10 @@ class GGUFSource(TensorSource):
         super().__init__(cfg)
         self.file = file
 
+    def digest(self) -> str:
+        """Of the file's tensors, of which samples are read."""
+        return weights_digest(self.file)
+
     def check(self, slots: list[Slot]) -> None:
         """Raise one `ModelError` for all tensors that are missing, of a wrong shape or of a type
         that cannot be read; or for those that the file has and the model does not use."""
@@ -320,6 +325,10 @@ class RandomSource(TensorSource):
         super().__init__(cfg)
         self.seed, self.std = seed, std
         self._values = lru_cache(maxsize=8)(self._draw)
+
+    def digest(self) -> str:
+        """Of what decides the values of a tensor of some name and shape."""
+        return f"random, seed {self.seed}, deviation {self.std}, {DRAWN} drawn"
 
     def _draw(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         stream = np.random.PCG64([self.seed, zlib.crc32(name.encode())])

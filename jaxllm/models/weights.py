@@ -105,9 +105,12 @@ Buffer: TypeAlias = Any  # np.ndarray, or a Quantised of them: both are cut and 
 
 
 class Source(Protocol):
-    """Where values come from. `fill` writes the slice of `slot` that `index` names to `out`."""
+    """Where values come from. `fill` writes the slice of `slot` that `index` names to `out`;
+    `digest` tells the values from those of another model of the same sizes."""
 
     def fill(self, slot: Slot, index: tuple[slice, ...], out: Buffer) -> None: ...
+
+    def digest(self) -> str: ...
 
 
 def local_model(

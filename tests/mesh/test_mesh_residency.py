@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, ModelConfig
+from jaxllm.models.decoder import DecoderBlock
+from jaxllm.planning import plan_config
+from sharding import DeviceInfo, Mesh
 from support import (
     Trace,
     assert_same_bytes,
@@ -18,6 +22,7 @@ from support import (
     planned_bytes,
     random_ids,
     run,
+    small_model,
 )
 
 PROMPT, STEPS = 90, 8  # five full pages, then a sixth
@@ -98,3 +103,18 @@ def test_measured_links_decide(monkeypatch: pytest.MonkeyPatch):
     assert len(asked) == 1 and asked[0].group_bytes >= 4 * plan.page_bytes(0, 0)
     make_llm(model, **cut)
     assert len(asked) == 1
+
+
+def test_less_than_was_asked_for_is_a_warning():
+    """Room for no page beside weights and steps; a budget that is met says nothing."""
+    cfg, cut = small_model(), dict(split_mode="tensor", kv="host", ctx=128, page=16, ubatch=16)
+    whole = plan_config(DecoderBlock, cfg, Mesh.virtual(2), **cut).plan
+    free = [whole.needed_bytes(i) for i in (0, 1)]
+    infos = (DeviceInfo(f"gpu:{i}", free=n) for i, n in enumerate(free))
+    with pytest.warns(UserWarning, match="device gpu:. keeps .* were asked for") as told:
+        made = plan_config(DecoderBlock, cfg, Mesh(tuple(infos)), kv_gpu_layers=1, **cut)
+    short = [d for d in made.plan.residency.devices if d.layers < d.requested_layers]
+    assert len(told) == len(short) > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_config(DecoderBlock, cfg, Mesh.virtual(2), kv_gpu_layers=1, **cut)

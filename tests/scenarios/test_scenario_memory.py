@@ -7,6 +7,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 
 import jaxllm.cache.store as store_module
 import jaxllm.models.weights as weights_module
-from jaxllm import LLM
+from jaxllm import LLM, SamplingParams
 from jaxllm.engine import fused, staged
 from jaxllm.engine.build import plan_model
 from jaxllm.models.decoder import DecoderBlock
@@ -28,6 +29,7 @@ from support import assert_same_bytes, planned_bytes, random_ids, run
 
 pytestmark = pytest.mark.xdist_group("memory")
 CFG = config(8, 4)
+GREEDY = SamplingParams(max_tokens=4, temperature=0, logprobs=1)
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes."
 ENGINES: dict[str, dict[str, Any]] = {
     "fused": dict(devices=1),
@@ -87,6 +89,29 @@ def test_loading_runs_out(engine: str, count: int, monkeypatch: pytest.MonkeyPat
     assert np.isfinite(smaller.logits(random_ids(20, CFG.vocab))).all()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cache_cannot_be_allocated(engine: str, monkeypatch: pytest.MonkeyPatch):
+    """After weights are loaded, in the last of its layers."""
+    module = fused if engine in ("fused", "padded") else staged
+    right, calls = module.empty_ring, []
+    random_llm(CFG, **ENGINES[engine])
+    before, last = _live(), 1 if engine in ("fused", "padded", "layers") else 3
+
+    def fails_last(*args: Any) -> Any:
+        calls.append(args)
+        return _fail() if len(calls) > last else right(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "empty_ring", fails_last)
+        with pytest.raises(DoesNotFit, match="ran out of memory") as error:
+            random_llm(CFG, **ENGINES[engine])
+        assert len(jax.live_arrays()) == before, "the error still holds arrays"
+    if engine != "padded":
+        assert error.value.device == f"cpu:{ENGINES[engine]['devices'] - 1}"
+    smaller = random_llm(CFG, **ENGINES[engine], ctx=64)
+    assert np.isfinite(smaller.logits(random_ids(20, CFG.vocab))).all()
+
+
 def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch):
     def fails(*args: Any) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
@@ -98,11 +123,13 @@ def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("engine", ["fused", "padded", "staged"])
 def test_a_step_runs_out(engine: str, monkeypatch: pytest.MonkeyPatch):
-    """The same model goes on with the next prompt, to the same bytes."""
-    cut = ENGINES[engine]
-    llm = random_llm(CFG, **cut)
+    """The same model goes on with the next prompt, to the same bytes, and with what another row
+    had kept, unless that was lost with what was donated."""
+    llm = random_llm(CFG, parallel=2, **ENGINES[engine])
     ids, forced = random_ids(40, CFG.vocab), [1, 2, 3]
     expected = run(llm, ids, forced)
+    kept = random_ids(40, CFG.vocab, seed=1)
+    (first,) = llm.generate([kept], GREEDY)
     before = _live()
     module, name = (staged, "attend") if engine == "staged" else (fused, "_forward")
     right, calls = getattr(module, name), []
@@ -122,7 +149,64 @@ def test_a_step_runs_out(engine: str, monkeypatch: pytest.MonkeyPatch):
         except DoesNotFit as error:  # callers' frames hold hidden states as long as it lives
             assert error.failed and error.device in ("cpu:0", "cpu:1")
         assert _live() <= before
+    (again,) = llm.generate([kept], GREEDY)
+    assert again.logprobs == first.logprobs
+    assert again.cached_tokens == (32 if engine == "staged" else 0)
     assert_same_bytes(run(llm, ids, forced).logits, expected.logits)
+
+
+def _share(llm: LLM, path: Path) -> None:
+    ids = random_ids(100, CFG.vocab)
+    llm.forget()
+    llm.generate([ids, ids[:40]], GREEDY)
+
+
+def _save(llm: LLM, path: Path) -> None:
+    llm.save_session(path)
+
+
+def _load(llm: LLM, path: Path) -> None:
+    llm.load_session(path)
+
+
+@pytest.mark.parametrize(
+    ("engine", "module", "name", "act"),
+    [
+        ("fused", fused, "copy_row", _share),
+        ("fused", fused, "take_row", _save),
+        ("fused", fused, "put_row", _load),
+        ("layers", store_module, "_take", _share),
+        ("staged", staged, "take_row", _save),
+        ("staged", staged, "put_row", _load),
+    ],
+)
+def test_keeping_rows_runs_out(
+    engine: str,
+    module: Any,
+    name: str,
+    act: Callable[[LLM, Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A prefix shared, a session saved or loaded: what has been donated or not is as if new."""
+    llm, ids = random_llm(CFG, parallel=2, **ENGINES[engine]), random_ids(100, CFG.vocab)
+    (expected,) = llm.generate([ids], GREEDY)
+    llm.save_session(tmp_path / "a")
+    right = getattr(module, name)
+
+    def fails(*args: Any, **kw: Any) -> Any:
+        right(*args, **kw)
+        return _fail()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, fails)
+        with pytest.raises(DoesNotFit, match="ran out of memory"):
+            act(llm, tmp_path / "a")
+    (found,) = llm.generate([ids], GREEDY)
+    assert found.logprobs == expected.logprobs
+    act(llm, tmp_path / "a")
+    (found,) = llm.generate([ids], GREEDY)
+    assert (found.logprobs, found.cached_tokens) == (expected.logprobs, 96)
 
 
 def _planned(mesh: Mesh, **arguments: Any) -> Any:

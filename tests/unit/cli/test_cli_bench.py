@@ -24,7 +24,7 @@ Cli = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def rates(mesh: Any, dtype: str) -> dict[str, float]:
+    def rates(mesh: Any, dtype: str, tell: Any) -> dict[str, float]:
         each = {f"{n} {i}": 10.0 for n in ("read_gbps", "tflops") for i in range(len(mesh))}
         return each | {"dispatch_us": 0.0, "latency_us": 0.0, "gbps": 10.0}
 

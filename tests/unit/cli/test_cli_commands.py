@@ -222,6 +222,27 @@ def test_measuring_links_is_said(
     assert cli(*plan)[2] == ""
 
 
+@pytest.mark.parametrize("command", ["links", "fit"])
+def test_measuring_is_shown_to_who_looks(
+    command: str, cli: Cli, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a terminal alone, once, and never where the answer goes."""
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr("jaxllm.progress.measure_link", lambda device, how: 5.0)
+    monkeypatch.setattr("jaxllm.calibration._products", lambda device, dtype: (5.0, 5.0))
+    asked = ("fit", small, "-c", "256") if command == "fit" else ("links", "--copy-mib", "1")
+    asked = (*asked, "--devices", "1", "--json")
+    _, expected, silent = cli(*asked)
+    for file in tmp_path.glob("*.json"):
+        file.unlink()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    _, out, shown = cli(*asked)
+    assert "measuring the link of cpu:0, " in shown and silent == ""
+    assert "measuring" not in cli(*asked)[2]
+    assert json.loads(out).keys() == json.loads(expected).keys()
+
+
 def test_inspect_tells_everything(cli: Cli, small: str):
     found = json.loads(cli("inspect", small, "--json")[1])
     assert found["architecture"] == "llama" and found["name"] == "small"

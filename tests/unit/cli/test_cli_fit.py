@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm import LLM, OptionError, SamplingParams, calibration
 from jaxllm.llm import open_mesh
+from jaxllm.models.recurrent import DeltaNet
 from sharding import PlanError
 from sharding.machine import read_machine
+from support import layer_config, model_config, random_ids
 
 Cli = Callable[..., tuple[int, str, str]]
 TWO = """
@@ -51,7 +54,7 @@ def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Rates that are not measured but made up; what was asked for."""
     asked = []
 
-    def measure(mesh: Any, dtype: str) -> dict[str, float]:
+    def measure(mesh: Any, dtype: str, tell: Any) -> dict[str, float]:
         asked.append(dtype)
         each = {f"{n} {i}": 10.0 for n in ("read_gbps", "tflops") for i in range(len(mesh))}
         return each | {"dispatch_us": 5.0, "latency_us": 100.0, "gbps": 5.0}
@@ -125,11 +128,15 @@ def test_a_model_is_loaded_as_a_fit_chooses(small: str, rates: list[str]):
         LLM.from_gguf(small, devices=2, fit=True, tensor_split="1,1")
 
 
-def test_measuring_rates_is_said(cli: Cli, small: str, rates: list[str]):
-    command = ("fit", small, "--devices", "1", "-c", "256", "--link-gbps", "5")
-    code, out, err = cli(*command)
-    assert code == 0 and err == "measuring rates of cpu:0 in float32, once\n"
-    assert cli(*command) == (0, out, "")
+def test_a_hybrid_is_loaded_as_a_fit_chooses(rates: list[str]):
+    net = DeltaNet(groups=4, v_heads=1, dim=8, kernel=4, tiled=True, joined=False)
+    layers = [layer_config(0, 1, 16, rope=None, recurrent=net), layer_config(4, 2, 16)]
+    sizes = dict(ctx=128, page=16, ubatch=16, group_pages=4)
+    cfg = model_config(layers)
+    llm = LLM.from_config(cfg, devices=2, fit=True, split_mode="tensor", dtype="float32", **sizes)
+    recurrent, attention = llm.plan.layers
+    assert llm.plan.used_devices == (0, 1) and recurrent.state_devices == attention.attn_devices
+    assert np.isfinite(llm.logits(random_ids(20))).all()
 
 
 def test_rates_are_measured_once(rates: list[str]):

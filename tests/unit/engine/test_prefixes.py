@@ -14,11 +14,13 @@ from jaxllm.engine.staged import StagedEngine
 from support import (
     PAGE,
     compilations,
+    feed,
     layer_config,
     make_llm,
     model_config,
     random_ids,
     small_model,
+    step,
     with_layers,
 )
 
@@ -129,6 +131,22 @@ def test_shared_pages_are_shared(kind: str):
     engine.release(1 - row)
     _llm(kind).forget()
     assert not any(store.held_bytes().values())
+
+
+@pytest.mark.parametrize("kind", ["uneven", "part resident"])
+def test_shared_pages_are_sent_for_each_row(kind: str):
+    """They are stored once; a step sends what the plan says of every row's position."""
+    llm, lengths = _llm(kind), [67, 64]
+    feed(llm, 0, random_ids(67))
+    llm.engine.reuse(0, 1, 64)
+    for _ in range(2):
+        before = llm.engine.link_bytes()
+        step(llm, [1, 2], lengths)
+        for device, (old, new) in enumerate(zip(before, llm.engine.link_bytes(), strict=True)):
+            assert new - old == sum(llm.plan.link_bytes(device, n) for n in lengths)
+        lengths = [n + 1 for n in lengths]
+    for row in (0, 1):
+        llm.engine.release(row)
 
 
 @pytest.mark.parametrize("kind", ["host", "uneven"])

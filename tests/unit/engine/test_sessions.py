@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from jaxllm import LLM, ModelConfig, OptionError, Rope, SamplingParams, SessionError
 from jaxllm.engine.rows import LayerRow
 from jaxllm.models.config import Latent
+from jaxllm.models.decoder import DecoderBlock
 from support import (
     assert_close,
     assert_same_bytes,
@@ -262,6 +263,10 @@ def _rewritten(path: Path, **changes: Any) -> Path:
     return path
 
 
+class _Block(DecoderBlock):
+    """Of the same sizes as another."""
+
+
 def _other(**changes: Any) -> LLM:
     model: ModelConfig = changes.pop("model", MODELS["blocks"])
     return make_llm(model, **({"ctx": CTX} | TYPES["blocks"] | changes))
@@ -272,6 +277,8 @@ def test_a_session_of_something_else(saved: Path):
     _refused(saved, "random .random, 2 layers. and this is other", _other(model=named))
     wide = with_layers(MODELS["blocks"], mlp=96)
     _refused(saved, "load the model that it was saved from", _other(model=wide))
+    _refused(saved, "load the model that it was saved from", _other(block=_Block))
+    _refused(saved, "other weights of random .* load the file that it", _other(seed=1))
     _refused(saved, "q4_0 rotated and this model's.*q8_0 rotated", _other(cache_type_v="q8_0"))
     _refused(saved, "q8_0 rotated/.* as q8_0/q4_0", _other(kv_rotate=False))
     _refused(saved, "43 positions and the context 32; raise ctx", _other(ctx=32))
@@ -292,7 +299,7 @@ def test_a_file_that_is_damaged_or_foreign(saved: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(version="0"), "version 0 of the format and this is version 1"),
+        (dict(version="1"), "version 1 of the format and this is version 2"),
         (dict(cached=None), "damaged"),
         (dict(cached="many"), "damaged"),
         (dict(cached="42"), "damaged"),
@@ -345,7 +352,7 @@ def test_without_a_sequence_or_without_rows_that_keep_it(tmp_path: Path):
 def test_the_header_says_what_is_in_it(saved: Path):
     with safe_open(saved, "np") as file:
         facts = file.metadata()
-        assert facts["format"] == "jaxllm session" and facts["version"] == "1"
+        assert facts["format"] == "jaxllm session" and facts["version"] == "2"
         assert json.loads(facts["cache"]) == ["q8_0 rotated/q4_0 rotated"] * 2
         assert (facts["cached"], facts["prefilled"]) == ("43", "40")
         assert file.get_tensor("k.0").shape == (8, 43, 34)

@@ -14,9 +14,13 @@ from gguf import GGMLQuantizationType as T
 from gguf.quants import dequantize, quantize
 
 from jaxllm import LLM, OptionError
+from jaxllm.gguf import open_gguf
 from jaxllm.gguf.blocks import BLOCK_TYPES, take_apart
 from jaxllm.models.quantised import Quantised
+from jaxllm.planning import fit_gguf, plan_gguf
 from jaxllm.testing import assert_partition, assert_weights_as_planned, random_llm
+from sharding import DeviceInfo, Mesh
+from sharding.errors import FitError
 from support import nmse, random_ids, run
 
 RNG = np.random.default_rng(0)
@@ -141,6 +145,27 @@ def test_bytes_are_those_of_the_file(tmp_path: Path):
     }
     bytes_ = {name: llm.plan.weight_bytes(0) for name, llm in kinds.items()}
     assert bytes_["quantised"] < 1.05 * path.stat().st_size < bytes_["dequantised"] / 4
+
+
+def test_a_fit_counts_them(tmp_path: Path):
+    """On devices too small for dequantised weights; what is loaded takes what the fit counts. A
+    group of 64 columns is a part of a block of 256, so a cut holds other arrays than one device."""
+    file = open_gguf(write(tmp_path / "model.gguf", MIXED[:1]))
+    free = (64 << 20) + 3_000_000  # beside the reserve
+    rates = dict(read_gbps=9.0, tflops=1.0, link_gbps=1.0)
+    mesh = Mesh(tuple(DeviceInfo(f"gpu:{i}", memory=free, free=free, **rates) for i in range(2)))
+    asked = dict(ctx=128, page=16, group_pages=1, dtype="float32", ubatch=16)
+    for mode in ("none", "layer", "tensor"):
+        found = fit_gguf(file, mesh, weights="quantised", split_mode=mode, **asked)
+        chosen = asked | {"weights": "quantised"} | found.arguments()
+        plan = plan_gguf(file, mesh, **chosen).plan
+        for device in range(2):
+            assert plan.weight_bytes(device) == found.plan.weight_bytes(device)
+            assert plan.needed_bytes(device) == found.plan.needed_bytes(device)
+    with pytest.raises(FitError, match="weights take 2[0-9]{6} bytes"):
+        fit_gguf(file, mesh, split_mode="none", **asked)
+    with pytest.raises(OptionError, match="weights must be one of"):
+        fit_gguf(file, mesh, weights="packed", **asked)
 
 
 def test_what_is_refused(tmp_path: Path):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,8 +59,8 @@ def parts(total: int, devices: int) -> Iterator[tuple[int, ...]]:
             yield (n, *rest)
 
 
-def every_plan(mesh: Mesh) -> Iterator[Plan]:
-    """All cuts of the small model, their caches as far as they can on the devices."""
+def every_plan(shape: ModelShape, weights: list[TensorShape], mesh: Mesh) -> Iterator[Plan]:
+    """All cuts of a small model, their caches as far as they can on the devices."""
     host = {"kv": "host", "kv_device_bytes": "auto", "cache_type_k": "f16", "cache_type_v": "f16"}
     base = replace(ASKED, ubatch=32, **host)
     asked = [replace(base, split_mode="layer", tensor_split=s) for s in parts(6, len(mesh))]
@@ -68,22 +69,56 @@ def every_plan(mesh: Mesh) -> Iterator[Plan]:
             split = {"split_mode": "tensor", "tensor_split": blocks, "attn_split": groups}
             asked.append(replace(base, **split))
     for options in asked:
-        plan = make_plan(SMALL, mesh, options, tensors(SMALL))
+        plan = make_plan(shape, mesh, options, weights)
         rooms = zip(range(len(mesh)), mesh.devices, strict=True)
         if all(d.free is None or plan.needed_bytes(i) <= d.free - reserve(d) for i, d in rooms):
             yield plan
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_plan_is_faster(seed: int):
-    mesh = unlike(seed)
-    plans = list(every_plan(mesh))
+def hybrid(shape: ModelShape, weights: list[TensorShape]) -> tuple[ModelShape, list[TensorShape]]:
+    """Two of three layers of a model with a recurrent mixer in the place of attention."""
+    recurrent = [i for i in range(len(shape.layers)) if i % 3 < 2]
+    layers = list(shape.layers)
+    for i in recurrent:
+        states = dict(states=8, state_bytes=1 << 15, state_work=1 << 10)
+        layers[i] = replace(layers[i], kv_heads=0, **states)
+    found = []
+    for tensor in weights:
+        if tensor.layer in recurrent and "kv_group" in tensor.axes:
+            dims = dict(zip(tensor.axes, tensor.shape, strict=True))
+            dims["head_rows"] //= 2  # over twice as many groups
+            axes = tuple("state_group" if a == "kv_group" else a for a in tensor.axes)
+            sizes = (8 if a == "kv_group" else dims[a] for a in tensor.axes)
+            tensor = replace(tensor, axes=axes, shape=tuple(sizes))
+        found.append(tensor)
+    return replace(shape, layers=tuple(layers)), found
+
+
+def quantised(
+    shape: ModelShape, weights: list[TensorShape]
+) -> tuple[ModelShape, list[TensorShape]]:
+    """Matrices of four values in an element."""
+    matrices = [len(tensor.shape) > 1 for tensor in weights]
+    packed = [replace(t, shape=(*t.shape[:-1], t.shape[-1] // 4), packs=4) for t in weights]
+    chosen = zip(matrices, packed, weights, strict=True)
+    return shape, [new if matrix else old for matrix, new, old in chosen]
+
+
+@pytest.mark.parametrize(
+    ("seed", "change"),
+    [*((seed, None) for seed in range(6)), (0, hybrid), (2, hybrid), (1, quantised)],
+)
+def test_no_plan_is_faster(seed: int, change: Callable[..., Any] | None):
+    mesh, (shape, weights) = unlike(seed), (SMALL, tensors(SMALL))
+    if change is not None:
+        shape, weights = change(shape, weights)
+    plans = list(every_plan(shape, weights, mesh))
     best = min((CostModel(p).decode(LOAD.decode_at).overlapped for p in plans), default=None)
     if best is None:
         with pytest.raises(FitError):
-            fit(SMALL, mesh, ASKED, tensors(SMALL), ONE, LOAD)
+            fit(shape, mesh, ASKED, weights, ONE, LOAD)
         return
-    found = fit(SMALL, mesh, ASKED, tensors(SMALL), ONE, LOAD)
+    found = fit(shape, mesh, ASKED, weights, ONE, LOAD)
     fastest = max(c.decode_rate for c in found.considered)
     assert 1 / fastest == pytest.approx(best, rel=0.02)
     assert CostModel(found.plan).decode_rate(LOAD.decode_at) == found.chosen.decode_rate
