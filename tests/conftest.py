@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.compile_in_haste()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker has a file's quick tests, so that models and programs that they share are made
     once; unless they say themselves which belong together."""
