@@ -11,11 +11,9 @@ against that; predictions are made from the rates above.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,12 +33,13 @@ from sharding.links import (
     read_rates,
     write_rates,
 )
+from sharding.memory import host_free
 
 ROWS = 512  # of a chunk
 SIZE = {"cpu": (4096, 8192)}  # of the weights that are multiplied with; 128 MiB of float32
 LARGE = (8192, 16384)
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 24  # of a partial
-Measure = Callable[[Mesh, str], Mapping[str, float]]
+Tell = Callable[[str], None]  # hears of what takes seconds, before it begins
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Limits:
     link_gb_s: float | None
 
 
-def calibrated_mesh(mesh: Mesh, dtype: str, measure: Measure | None = None) -> Mesh:
+def calibrated_mesh(mesh: Mesh, dtype: str, tell: Tell | None = None) -> Mesh:
     """The mesh with rates of its devices, links and exchange, those that it tells kept; one without
     jax devices as it is. CPU devices get what memory the host has free, in equal parts."""
     devices = mesh.jax_devices
@@ -62,13 +61,23 @@ def calibrated_mesh(mesh: Mesh, dtype: str, measure: Measure | None = None) -> M
         return mesh
     mesh = _with_memory(mesh)
     place = host_place(devices, None)
-    mesh = measured(mesh, Delivery(place, LARGE_BYTES, 4), links_file())
+    tell = tell or (lambda what: None)
+
+    def link(device: Any, how: Delivery) -> float:
+        tell(
+            f"measuring the link of {device.platform}:{device.id}, once; --link-gbps (link_gbps=) "
+            "gives rates instead"
+        )
+        return measure_link(device, how)
+
+    mesh = measured(mesh, Delivery(place, LARGE_BYTES, 4), links_file(), link)
     labels = " ".join(f"{d.label} {d.kind}" for d in mesh.devices)
     key = f"{labels} {dtype} {jax.__version__}"
     known = read_rates(rates_file())
     names = _names(len(devices))
     if any(f"{key} {name}" not in known for name in names):
-        found = (measure or measure_rates)(mesh, dtype)
+        tell(f"measuring rates of {', '.join(d.label for d in mesh.devices)} in {dtype}, once")
+        found = measure_rates(mesh, dtype)
         known = {**known, **{f"{key} {name}": float(found[name]) for name in names}}
         write_rates(rates_file(), known)
     rates = {name: known[f"{key} {name}"] for name in names}
@@ -192,17 +201,3 @@ def _with_memory(mesh: Mesh) -> Mesh:
     )
     fabric: Fabric = replace(mesh.fabric, host_memory=free)
     return replace(mesh, devices=tuple(infos), fabric=fabric)
-
-
-def host_free() -> int | None:
-    """Bytes of host memory that are free or can be freed; None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None

@@ -50,6 +50,8 @@ def resolve(spec: str, progress: bool = True) -> Path:
     What looks like a path (an existing file, a separator, a .gguf ending) is taken as one, without
     a check that it exists. Raises HubError for an unknown name or a failed download.
     """
+    if not spec:
+        raise HubError("the model's name is empty; give a path, a name or hf:owner/repo/file.gguf.")
     if spec.startswith("hf:"):
         return _fetch_hf(spec)
     path = Path(spec).expanduser()

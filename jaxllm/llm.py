@@ -205,7 +205,8 @@ class LLM:
         return self.tokenizer.encode_chat(messages)
 
     def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
-        """float32 [T, V]: row t is the logits after token t. A list of lists gives a list."""
+        """float32 [T, V]: row t is the logits after token t. A list of lists gives a list. Takes an
+        empty row or, where there is none, that of the sequence that finished longest ago."""
         if not is_prompt(ids) and len(ids) > 0:
             return [self.logits(each) for each in cast(Sequence[Sequence[int]], ids)]
         return np.concatenate(list(self.logit_blocks(cast(Sequence[int], ids))))

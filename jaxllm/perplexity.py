@@ -124,16 +124,21 @@ def perplexity(
     return seen.result()
 
 
+def check_chunks(ctx: int, chunks: int | None) -> None:
+    """OptionError for chunks of too few tokens, and for less than one chunk."""
+    if ctx < LEAST_CTX:
+        raise OptionError(f"chunks (-c) have {ctx} tokens; they need at least {LEAST_CTX}")
+    if chunks is not None and chunks < 1:
+        raise OptionError(f"--chunks is {chunks}; it must be at least 1")
+
+
 def count_chunks(tokens: int, ctx: int, chunks: int | None) -> int:
     """How many chunks a text of so many tokens has, `chunks` at most.
 
     Raises:
         OptionError: for a size or number out of range, and for none.
     """
-    if ctx < LEAST_CTX:
-        raise OptionError(f"chunks (-c) have {ctx} tokens; they need at least {LEAST_CTX}")
-    if chunks is not None and chunks < 1:
-        raise OptionError(f"--chunks is {chunks}; it must be at least 1")
+    check_chunks(ctx, chunks)
     whole = tokens // ctx
     if not whole:
         raise OptionError(

@@ -24,7 +24,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.registry import family
 from jaxllm.models.sources import GGUFSource
 from jaxllm.models.weights import slots
-from jaxllm.progress import measure_aloud
+from jaxllm.progress import measure_aloud, say
 from jaxllm.runtime import default_dtype, links_file
 from sharding import Mesh, PlanOptions, parse_shares, position_bytes
 from sharding.fit import Fit
@@ -123,6 +123,7 @@ def fit_config(
     ubatch: int | None = None,
     workload: Workload | None = None,
     weights: str = "dequantised",
+    progress: bool = False,
     **arguments: Any,
 ) -> Fit:
     """The fastest split of a model over a mesh, whose rates are measured where it tells none.
@@ -131,6 +132,7 @@ def fit_config(
         split_mode, ubatch: the only one to consider, where given.
         cache_type_k, cache_type_v: types that may be chosen, as "f16,q8_0" or a sequence.
         workload: the request whose time counts.
+        progress: say on stderr what is measured.
         arguments: those of `LLM` that a fit does not choose.
 
     Raises:
@@ -150,7 +152,7 @@ def fit_config(
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
-    mesh = calibrated_mesh(mesh, dtype)
+    mesh = calibrated_mesh(mesh, dtype, say if progress else None)
     alone = replace(options, split_mode="none")
     whole = plan_model(block, cfg, Mesh(mesh.devices[:1]), alone, dtype, mlp_block).plan
     own = (options.cache_type_k,)
@@ -192,6 +194,7 @@ def plan_config(
         raise OptionError("random weights are not quantised; leave weights at dequantised")
     if fit:
         given: dict[str, Any] = {"mlp_block": mlp_block, "link_gbps": link_gbps, "weights": weights}
+        given["progress"] = progress
         found = fit_config(block, cfg, mesh, **given, **arguments)
         mesh, link_gbps = found.plan.mesh, None
         arguments |= found.arguments()

@@ -38,6 +38,7 @@ MOST_DEVICES = 4096
 _DEVICE = ("memory_gib", "free_gib", "read_gbps", "tflops", "link_gbps")
 _EXCHANGE = ("latency_us", "gbps", "devices_per_host", "between_latency_us", "between_gbps")
 _HOST = ("dispatch_us", "memory_gib")
+_PLATFORMS = ("cuda", "rocm", "tpu", "cpu")
 
 
 def read_machine(path: str | Path) -> Mesh:
@@ -93,7 +94,10 @@ def _devices(table: Any, first: int) -> list[DeviceInfo]:
     if memory is not None and free is not None and free > memory:
         raise PlanError(f"{where} has free_gib {free} of memory_gib {memory}; give less.")
     count = _whole(where, "count", table.get("count", 1))
-    platform = str(table.get("platform", "cuda"))
+    platform = table.get("platform", "cuda")
+    if platform not in _PLATFORMS:
+        known = ", ".join(_PLATFORMS)
+        raise PlanError(f"{where} has platform {platform!r}; it must be one of {known}.")
     name = str(table.get("name", platform))
     most = memory if free is None else free
     return [

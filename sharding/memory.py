@@ -1,18 +1,19 @@
-"""Allocations that fail: the backend's error as a `DoesNotFit`, and pinned memory that has run out.
-
-A plan is checked before anything is allocated; here is what happens where it could not know: other
-processes, fragmentation, devices that tell no free bytes.
+"""Memory that a plan could not know of: the host's, which a CPU shares with host caches, and
+allocations that fail nevertheless, as a `DoesNotFit`: other processes, fragmentation, devices that
+tell no free bytes, pinned memory that has run out.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharding.errors import DoesNotFit
+from sharding.errors import DoesNotFit, PlanError
 
 if TYPE_CHECKING:
     from sharding.plan import Plan
@@ -25,6 +26,33 @@ def exhausted(error: BaseException) -> bool:
     """Whether an exception is the backend's word for memory that it could not get."""
     # `jax.errors.JaxRuntimeError` has a message and no code.
     return isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
+
+
+def host_free() -> int | None:
+    """Bytes of host memory that are free or can be freed; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def check_host(plan: Plan) -> None:
+    """`PlanError` when host memory has less than a plan needs of it: host caches, and all that
+    devices take that are the host's own processor."""
+    free, devices = host_free(), range(len(plan.mesh))
+    needed = sum(plan.cache_bytes(i)["host"] for i in devices)
+    needed += sum(plan.needed_bytes(i) for i in devices if plan.mesh.devices[i].platform == "cpu")
+    if free is not None and needed > free:
+        raise PlanError(
+            f"the plan takes {needed} bytes of host memory and {free} are free; lower the context"
+            " (-c), the sequences (-np), -ub or --page."
+        )
 
 
 @contextmanager

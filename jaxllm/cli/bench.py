@@ -241,6 +241,7 @@ def _compared(llm: LLM, measure_limits: Any) -> Any:
 
     from jaxllm.bench.limits import expected
     from jaxllm.calibration import calibrated_mesh
+    from jaxllm.progress import say
     from sharding.links import host_place
 
     plan, dtype = llm.plan, llm.model.dtype
@@ -248,5 +249,5 @@ def _compared(llm: LLM, measure_limits: Any) -> Any:
     streams = any(plan.link_bytes(i, plan.options.ctx) for i in range(len(devices)))
     place = host_place(devices, plan.options.kv_pinned) if streams else None
     limits = measure_limits(devices, dtype, place)
-    mesh = calibrated_mesh(plan.mesh, dtype)
+    mesh = calibrated_mesh(plan.mesh, dtype, say)
     return lambda test: expected(plan, mesh, limits, test) | asdict(limits)

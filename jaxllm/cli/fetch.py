@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from jaxllm.cli.options import add_command
+from jaxllm.errors import HubError
 
 _EXAMPLES = """\
   jaxllm fetch smollm2-135m
@@ -30,6 +32,11 @@ def run(args: argparse.Namespace) -> int:
     """Fetch and print the path."""
     from jaxllm import hub
 
+    if Path(args.name).is_file():
+        raise HubError(
+            f"{args.name!r} is a file, so there is nothing to fetch; give a name from `jaxllm "
+            "models`, or hf:owner/repo/file.gguf"
+        )
     if args.name.startswith("hf:"):
         path = hub.resolve(args.name)
     else:

@@ -86,4 +86,4 @@ def _fit(args: argparse.Namespace) -> Fit:
             raise OptionError("--n-prompt and --n-predict must be at least 1")
         given["workload"] = Workload(args.n_prompt, args.n_predict)
     file = open_gguf(hub.resolve(args.model))
-    return fit_gguf(file, mesh_of(args), **given)
+    return fit_gguf(file, mesh_of(args), progress=True, **given)

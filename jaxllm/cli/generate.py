@@ -9,12 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.options import (
-    add_command,
-    add_model,
-    add_sampling,
-    sampling_arguments,
-)
+from jaxllm.cli.options import add_command, add_model, add_sampling, sampling_params
 from jaxllm.cli.split import add_split, split_arguments
 from jaxllm.errors import OptionError, PromptError
 from sharding import format_bytes
@@ -54,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--session does not go with --no-prefix-cache; drop one of them")
     prompt: str | list[int] = read_prompt(args.prompt, args.file)
 
-    from jaxllm import LLM, SamplingParams
+    from jaxllm import LLM
 
-    params = SamplingParams(**sampling_arguments(args))
+    params = sampling_params(args)
     arguments = split_arguments(args) | {"prefix_cache": not args.no_prefix_cache}
     llm = LLM.from_gguf(args.model, devices=args.devices, **arguments)
     if args.session and Path(args.session).exists():
@@ -77,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt's text; from a file or stdin without its last line end, as llama.cpp does."""
+def read_prompt(prompt: str | None, file: str | None, name: str = "prompt") -> str:
+    """The prompt's text; from a file or stdin without its last line end, as llama.cpp does. Errors
+    call it by its name."""
     if prompt is not None and file is not None:
         raise PromptError("a prompt and a prompt file (-f) were given; give one of them")
     if prompt is None and file is None:
@@ -92,9 +88,9 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
             text = data.decode("utf-8").removesuffix("\n")
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise PromptError(f"cannot read the prompt from {where}: {reason}") from error
+            raise PromptError(f"cannot read the {name} from {where}: {reason}") from error
     if not text:
-        raise PromptError("the prompt is empty; give some text")
+        raise PromptError(f"the {name} is empty; give some text")
     return text
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from contextlib import suppress
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import add_command
@@ -36,6 +37,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a row for every device, kind of host memory and size of a copy."""
     from jaxllm.llm import open_mesh
+    from jaxllm.progress import counting
     from jaxllm.runtime import links_file
     from sharding.links import Delivery, measured, places
 
@@ -53,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
     mesh = open_mesh(args.devices)
     _check_room(max(sizes) << 20, max(1, args.prefetch), mesh)
     rows = []
-    for place in places(mesh.jax_devices or ()):
-        for size in sizes:
+    ways = list(product(places(mesh.jax_devices or ()), sizes))
+    with counting("links", len(ways), show=True) as tell:
+        for place, size in ways:
             how = Delivery(place, size << 20, args.prefetch)
             for info in measured(mesh, how, links_file()).devices:
                 rows.append(
@@ -66,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
                         "gbps": info.link_gbps,
                     }
                 )
+            tell(f"{place}, {size} MiB")
     if args.json:
         print(json.dumps({"links": rows}))
         return 0

@@ -28,7 +28,7 @@ from jaxllm.cli import (
 )
 from jaxllm.cli.entry import INTERRUPTED
 from jaxllm.cli.options import Parser
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import JaxllmError, OptionError
 from sharding.errors import ShardingError
 from sharding.memory import exhausted
 
@@ -105,9 +105,12 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     parser = make_parser()
     completion.complete(parser)
     try:
-        args = parser.parse_args(argv)
+        args, unknown = parser.parse_known_args(argv)
     except SystemExit as stop:  # after --help or --version; usage errors are exceptions
         return int(stop.code or 0)
+    if unknown:
+        command = getattr(args, "prog", parser.prog)
+        raise OptionError(f"there is no {' '.join(unknown)} here; see {command} --help")
     if not hasattr(args, "run"):
         parser.print_help()
         return 0

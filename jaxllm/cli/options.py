@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from jaxllm.errors import OptionError
 from sharding import Mesh
 from sharding.machine import read_machine
+
+if TYPE_CHECKING:
+    from jaxllm.engine.sampling import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "path of a .gguf file, a name from `jaxllm models`, or hf:owner/repo/file.gguf"
@@ -44,7 +47,7 @@ def add_command(subparsers: Any, name: str, run: Run, summary: str, examples: st
     parser = subparsers.add_parser(
         name, help=summary, description=f"{summary}.", epilog=f"examples:\n{examples}"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, prog=parser.prog)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     return parser
 
@@ -129,11 +132,20 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
 
 
-def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `SamplingParams` from the options of `add_sampling`."""
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What the options of `add_sampling` ask for; errors name the option."""
+    from jaxllm.engine.sampling import SamplingParams
+
     given = {option.field: getattr(args, option.field) for option in SAMPLING}
+    if given["logprobs"] is not None and not args.json:
+        raise OptionError("--logprobs needs --json, which prints them")
     if given["seed"] == -1:
         given["seed"] = None
     given["stop"] = tuple(args.stop) if args.stop else None
     given["ignore_eos"] = args.ignore_eos or None
-    return {name: value for name, value in given.items() if value is not None}
+    try:
+        return SamplingParams(**{k: value for k, value in given.items() if value is not None})
+    except OptionError as error:
+        field, _, rest = str(error).partition(" ")
+        flags = {option.field: "/".join(reversed(option.flags)) for option in SAMPLING}
+        raise OptionError(f"{flags.get(field, field)} {rest}") from error

@@ -11,7 +11,7 @@ from jaxllm.cli.generate import read_prompt
 from jaxllm.cli.options import add_command, add_model
 from jaxllm.cli.split import add_split, split_arguments
 from jaxllm.errors import OptionError, PromptError
-from jaxllm.perplexity import DEFAULT_CTX, Perplexity, count_chunks, perplexity
+from jaxllm.perplexity import DEFAULT_CTX, Perplexity, check_chunks, count_chunks, perplexity
 
 _EXAMPLES = """\
   jaxllm perplexity -m smollm2-135m -f text.txt
@@ -40,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
     """Print value and error, and the divergence where it was asked for."""
     if args.kl_divergence and args.kl_divergence_base is None:
         raise OptionError("--kl-divergence needs the base run's file; give --kl-divergence-base")
-    text = read_prompt(None, args.file)
-    ctx = args.ctx or DEFAULT_CTX
+    ctx = DEFAULT_CTX if args.ctx is None else args.ctx
+    check_chunks(ctx, args.chunks)
+    text = read_prompt(None, args.file, "text")
 
     from jaxllm import LLM
     from jaxllm.progress import counting

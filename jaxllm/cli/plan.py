@@ -13,6 +13,7 @@ from jaxllm.cli.options import (
     mesh_of,
 )
 from jaxllm.cli.split import add_split, split_arguments
+from sharding.memory import check_host
 
 _EXAMPLES = """\
   jaxllm plan smollm2-135m --devices 3 -sm tensor -as 2,1,0 -nkvo
@@ -40,4 +41,6 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_gguf(file, mesh_of(args), progress=True, **split_arguments(args)).plan
     print(json.dumps(plan.to_dict()) if args.json else plan, flush=True)
     plan.check_fit()
+    if plan.mesh.jax_devices is not None:
+        check_host(plan)
     return 0

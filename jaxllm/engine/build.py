@@ -29,7 +29,7 @@ from jaxllm.models.weights import (
 )
 from sharding import DoesNotFit, Mesh, Plan, PlanOptions, make_plan, replications, rotates
 from sharding.links import Place, host_place
-from sharding.memory import free_frames, memory_of
+from sharding.memory import check_host, free_frames, memory_of
 from sharding.splits import LayerPlan, Ranges
 
 
@@ -134,8 +134,10 @@ def build_engine(
     Raises:
         DoesNotFit: before anything is allocated where the plan tells, or when an allocation fails;
             what was taken is free again.
+        PlanError: before anything is allocated where host memory has not enough.
     """
     model.plan.check_fit()
+    check_host(model.plan)
     try:
         return _build(model, source, progress, place)
     except DoesNotFit as error:

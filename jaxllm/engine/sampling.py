@@ -184,7 +184,8 @@ class Sampler:
             values = values[: int(np.searchsorted(mass, p.top_p)) + 1]
         if p.min_p > 0:
             values = values[values >= values[0] + math.log(p.min_p)]
-        mass = np.cumsum(_softmax(values / p.temperature))
+        with np.errstate(over="ignore"):  # at the least temperatures all others are infinitely far
+            mass = np.cumsum(_softmax((values - values[0]) / p.temperature))
         return min(int(np.searchsorted(mass, self.random.random(), side="right")), len(values) - 1)
 
     def _logprob(self, logits: Logits, row: int, token: int, lse: float) -> Logprob | None:

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -225,7 +226,17 @@ def _parse(stream: BinaryIO, size: int, path: Path) -> _Part:
                 "missing; fetch the file again."
             )
         tensors[name] = TensorInfo(name, info.shape, info.type, path, offset, info.nbytes)
+    _check_apart(tensors, path)
     return _Part(version, metadata, tensors, size)
+
+
+def _check_apart(tensors: dict[str, TensorInfo], path: Path) -> None:
+    for one, other in pairwise(sorted(tensors.values(), key=lambda t: t.offset)):
+        if one.offset + one.nbytes > other.offset:
+            raise GGUFError(
+                f"{str(path)!r} is damaged: the data of tensors {one.name!r} and {other.name!r} "
+                "overlap; fetch the file again."
+            )
 
 
 def _check_count(cursor: Cursor, count: int, min_bytes: int, what: str) -> None:

@@ -96,8 +96,19 @@ def test_families(name: str, devices: int):
     shares = dict(attn_split=CUTS[devices], tensor_split=WEIGHTS[devices])
     cut = dict(devices=devices, split_mode="tensor", **shares)
     staged = _check(name, **cut)
-    if devices < 5:  # the matrix has fused programs over more
+    if devices < 5:  # over more: below
         _check_fused(name, staged, **cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "devices"), [each for each in EVERY if each.values[1] >= 5])
+def test_fused_over_more_devices(name: str, devices: int):
+    """Against one device, as the staged engine above: closer, for the two to be as close."""
+    block, model = MODELS[name]
+    cut = dict(devices=devices, split_mode="tensor", attn_split=CUTS[devices])
+    llm = make_llm(model, block=block, engine="fused", tensor_split=WEIGHTS[devices], **cut)
+    found = run(llm, random_ids(PROMPT), random_ids(STEPS, seed=1))
+    assert_close(found.logits, _alone(name).logits, 2.5e-11, f"{name}: fused")
 
 
 def test_factors_on_a_device_without_work():

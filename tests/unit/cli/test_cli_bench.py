@@ -31,7 +31,7 @@ def known_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(calibration, "measure_rates", rates)
     monkeypatch.setattr(
-        calibration, "measured", lambda mesh, how, path: with_links(mesh, [1.0] * len(mesh))
+        calibration, "measured", lambda mesh, *how: with_links(mesh, [1.0] * len(mesh))
     )
     monkeypatch.setattr(calibration, "measure_limits", lambda *asked: LIMITS)
 

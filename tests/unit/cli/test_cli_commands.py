@@ -15,7 +15,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams, hub
 from jaxllm.cli.main import make_parser
-from jaxllm.cli.options import SAMPLING, sampling_arguments
+from jaxllm.cli.options import SAMPLING, sampling_params
 from jaxllm.cli.split import split_arguments
 from sharding import PlanOptions
 
@@ -312,12 +312,13 @@ def test_options_reach_sampling_with_its_defaults():
         assert fields[option.field] == option.default, option
     assert {o.field for o in SAMPLING} | {"stop", "ignore_eos"} == set(fields)
     line = (
-        "generate x -n 5 -s 7 --temp 0.5 --top-k 3 --top-p 0.4 --min-p 0.1 --repeat-penalty 1.1"
-        " --repeat-last-n -1 --presence-penalty 0.2 --frequency-penalty 0.3 --logprobs 2"
-        " --stop a --stop b --ignore-eos"
+        "generate x --json -n 5 -s 7 --temp 0.5 --top-k 3 --top-p 0.4 --min-p 0.1 "
+        "--repeat-penalty 1.1 --repeat-last-n -1 --presence-penalty 0.2 --frequency-penalty 0.3 "
+        "--logprobs 2 --stop a --stop b --ignore-eos"
     )
-    given = sampling_arguments(make_parser().parse_args(line.split()))
-    assert SamplingParams(**given) == SamplingParams(
+    assert sampling_params(make_parser().parse_args(line.split())) == SamplingParams(
         5, 0.5, 3, 0.4, 0.1, 1.1, -1, 0.2, 0.3, 7, ("a", "b"), True, 2
     )
-    assert sampling_arguments(make_parser().parse_args(["generate", "x", "-s", "-1"])) == {}
+    assert (
+        sampling_params(make_parser().parse_args(["generate", "x", "-s", "-1"])) == SamplingParams()
+    )

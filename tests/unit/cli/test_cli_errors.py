@@ -55,6 +55,10 @@ def test_a_file_that_is_no_gguf(refused: Refused, tmp_path: Path, data: bytes):
     assert str(path) in refused("inspect", path)
 
 
+def test_fetching_a_file_that_is_here(refused: Refused, small: str):
+    assert f"{small!r} is a file, so there is nothing to fetch" in refused("fetch", small)
+
+
 def test_a_folder_in_place_of_a_file(refused: Refused, tmp_path: Path):
     assert "directory" in both(refused, tmp_path, GGUFError)
 
@@ -274,6 +278,7 @@ def test_an_unknown_name_lists_the_known(refused: Refused):
         (("--engine", "fused", "-nkvo"), "--no-kv-offload/-nkvo"),
         (("--dither", "--rounding", "llama.cpp"), "--rounding llama.cpp"),
         (("-sm", "none", "-as", "1"), "--attn-split/-as"),
+        (("-ub", "1073741824"), "bytes of host memory"),
     ],
 )
 def test_options_that_cannot_be(refused: Refused, small: str, options: tuple[str, ...], said: str):
@@ -283,16 +288,18 @@ def test_options_that_cannot_be(refused: Refused, small: str, options: tuple[str
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("-n", "0"), "max_tokens"),
-        (("--temp", "-1"), "temperature"),
-        (("--temp", "nan"), "temperature"),
-        (("--top-p", "2"), "top_p"),
-        (("--repeat-penalty", "0"), "repeat_penalty"),
+        (("-n", "0"), "--n-predict/-n must be"),
+        (("--temp", "-1"), "--temp must be"),
+        (("--temp", "nan"), "--temp must be"),
+        (("--top-p", "2"), "--top-p must be"),
+        (("--repeat-penalty", "0"), "--repeat-penalty must be"),
+        (("--logprobs", "2"), "--json"),
+        (("-m", ""), "name is empty"),
         (("--stop", ""), "stop"),
         (("-s", "-2"), "--seed"),
         (("-n", "many"), "--n-predict"),
         (("-sm", "row"), "--split-mode"),
-        (("--unknown",), "--unknown"),
+        (("--unknown",), "jaxllm generate --help"),
     ],
 )
 def test_sampling_is_checked_before_anything_is_loaded(

@@ -100,6 +100,7 @@ def test_what_is_refused(refused: Callable[..., str], small: str, machine: Path,
         ("[[device]]\nread_gbps = -1", "read_gbps -1; it must be a number above 0"),
         ("[[device]]\ntflops = true", "tflops True"),
         ("[[device]]\ncount = 0", "count 0; it must be from 1"),
+        ("[[device]]\nplatform = 'gpu'", "platform 'gpu'; it must be one of cuda, rocm, tpu, cpu"),
         ("[[device]]\nmemory_gib = 1\nfree_gib = 2", "free_gib 2.0 of memory_gib 1.0"),
         ("[[device]]\n[exchange]\nlatency = 1", r"\[exchange\] has 'latency'"),
         ("[[device]]\n[host]\ndispatch_us = 'x'", "dispatch_us 'x'"),
@@ -122,6 +123,13 @@ def test_a_model_is_loaded_as_a_fit_chooses(small: str, rates: list[str]):
     assert len(done.token_ids) == 3
     with pytest.raises(OptionError, match="tensor_split is what a fit chooses"):
         LLM.from_gguf(small, devices=2, fit=True, tensor_split="1,1")
+
+
+def test_measuring_rates_is_said(cli: Cli, small: str, rates: list[str]):
+    command = ("fit", small, "--devices", "1", "-c", "256", "--link-gbps", "5")
+    code, out, err = cli(*command)
+    assert code == 0 and err == "measuring rates of cpu:0 in float32, once\n"
+    assert cli(*command) == (0, out, "")
 
 
 def test_rates_are_measured_once(rates: list[str]):

@@ -150,7 +150,7 @@ def test_the_row_asked_for(row: int):
     assert sampler.next(reduced(logits, 5), row)[0] == row
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-30])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-3, 1e-30])
 def test_a_cold_draw_is_greedy(temperature: float):
     logits = random_logits(1)
     sampler = Sampler(SamplingParams(temperature=temperature, seed=1, top_k=0), [0])

@@ -262,6 +262,13 @@ class TestDamage:
         with pytest.raises(GGUFError, match="multiple of the alignment 32"):
             open_gguf(raw_file(tmp_path / "x.gguf", (), (tensor("w", [4], offset=4),)))
 
+    def test_overlap(self, tmp_path: Path) -> None:
+        tensors = (tensor("v", [16], offset=32), tensor("w", [9]))
+        path = raw_file(tmp_path / "x.gguf", (), tensors)
+        path.write_bytes(path.read_bytes() + bytes(256))
+        with pytest.raises(GGUFError, match="'w' and 'v' overlap"):
+            open_gguf(path)
+
     @pytest.mark.parametrize(
         ("kind", "payload", "message"),
         [
