@@ -101,7 +101,10 @@ def test_families(name: str, devices: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "devices"), [each for each in EVERY if each.values[1] >= 5])
+@pytest.mark.parametrize("devices", [5, 8])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=_group(n)) for n in ("qwen2", "qwen3", "gemma2", "gemma3")]
+)
 def test_fused_over_more_devices(name: str, devices: int):
     """Against one device, as the staged engine above: closer, for the two to be as close."""
     block, model = MODELS[name]
