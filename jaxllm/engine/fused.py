@@ -242,8 +242,10 @@ class FusedEngine(Engine):
         self.row_axis = 0 if self.mesh is None else 1
         first = where.devices.flat[0] if isinstance(where, JaxMesh) else where
         self.same = SingleDeviceSharding(first) if self.mesh is None else _same(self.mesh)
-        self.runs_ahead = first.platform != "cpu"
-        self.spans = decode_spans(plan.options.ctx) if self.runs_ahead else ()
+        on_cpu = first.platform == "cpu"
+        # Virtual devices share the host's cores; a step in vain moves a state past its row's end.
+        self.runs_ahead = not on_cpu or (self.mesh is None and not model.cfg.stateful)
+        self.spans = () if on_cpu else decode_spans(plan.options.ctx)
         self.written = np.zeros(plan.options.slots, np.int64)
         self.since: dict[tuple[int, int], int] = {}
         self.capacities = {

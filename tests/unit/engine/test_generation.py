@@ -466,9 +466,8 @@ def test_running_ahead_changes_no_token(cut: dict[str, Any], monkeypatch: pytest
 
     def answers() -> list[tuple[list[int], str]]:
         llm = make_llm(small_model(), ctx=CTX, parallel=2, engine="fused", **cut)
-        if ahead:
-            assert isinstance(llm.engine, FusedEngine)
-            llm.engine.runs_ahead, llm.engine.spans = True, decode_spans(CTX)
+        assert isinstance(llm.engine, FusedEngine)
+        llm.engine.runs_ahead, llm.engine.spans = ahead, decode_spans(CTX) if ahead else ()
         eog = frozenset(ends)
         requests = [
             Request(i, p, q, eog) for i, (p, q) in enumerate(zip(prompts, params, strict=True))
