@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
 
 from jaxllm.runtime import cache_root
 
@@ -26,6 +26,38 @@ DATA = Path(__file__).resolve().parent / "data"
 _BESIDE = Path(__file__).resolve().parents[2] / "shared"
 SHARED = _BESIDE if (_BESIDE / "archs").is_dir() else None
 _DTYPES = {"F32": np.float32, "F16": np.float16}
+# Matrices that llama.cpp's quantiser leaves as they are (tensor_allows_quantization).
+_NEVER_QUANTISED = (
+    "_norm.weight",
+    "altup",
+    "conv",
+    "ffn_gate_inp",
+    "laurel",
+    "per_layer_model_proj",
+    "position_embd",
+    "ssm_x",
+    "ssm_dt",
+)
+
+
+@cache
+def _read(spec_path: Path) -> dict[str, Any]:
+    return json.loads(gzip.decompress(spec_path.read_bytes()))
+
+
+def spec_path(name: str) -> Path:
+    """The spec of a model of the folder of references."""
+    assert SHARED is not None
+    return SHARED / "archs" / "specs" / f"{name}.json.gz"
+
+
+@cache
+def architectures() -> dict[str, str]:
+    """The architecture of every model with reference logits, by the model's name."""
+    if SHARED is None:
+        return {}
+    names = sorted(path.stem for path in (SHARED / "archs" / "refs").glob("*.npz"))
+    return {name: _read(spec_path(name))["architecture"] for name in names}
 
 
 def _fill(model: str, tensor: dict[str, Any]) -> np.ndarray:
@@ -45,11 +77,28 @@ def _fill(model: str, tensor: dict[str, Any]) -> np.ndarray:
     return values.astype(dtype)
 
 
+def limit(name: str) -> float:
+    """The largest NMSE of a float32 run of a model: four orders above the noise of its like."""
+    return 1e-7 if name == "gemma3n-dense" else 1e-9  # its gates near the cut amplify rounding
+
+
+def _quantisable(name: str, values: np.ndarray) -> bool:
+    block = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0][0]
+    return (
+        values.ndim > 1
+        and values.shape[-1] % block == 0
+        and name.endswith("weight")
+        and not any(part in name for part in _NEVER_QUANTISED)
+    )
+
+
 @cache
-def write(spec_path: Path) -> Path:
-    """The GGUF file of a spec, in the package's cache folder; its checksum is verified."""
-    spec = json.loads(gzip.decompress(spec_path.read_bytes()))
-    path = cache_root() / "test-models" / f"{spec['name']}-{spec['sha256'][:16]}.gguf"
+def write(spec_path: Path, quantised: bool = False) -> Path:
+    """The GGUF file of a spec, in the package's cache folder, with its matrices as Q8_0 if
+    `quantised`. The checksum of its values is verified."""
+    spec = _read(spec_path)
+    kind = "-Q8_0" if quantised else ""
+    path = cache_root() / "test-models" / f"{spec['name']}{kind}-{spec['sha256'][:16]}.gguf"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +114,11 @@ def write(spec_path: Path) -> Path:
     for tensor in spec["tensors"]:
         values = _fill(spec["name"], tensor)
         sha.update(tensor["name"].encode() + np.ascontiguousarray(values).tobytes())
-        writer.add_tensor(tensor["name"], values)
+        if quantised and _quantisable(tensor["name"], values):
+            stored = quants.quantize(values, GGMLQuantizationType.Q8_0)
+            writer.add_tensor(tensor["name"], stored, raw_dtype=GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(tensor["name"], values)
     assert sha.hexdigest() == spec["sha256"], f"{spec['name']} has other bytes than its reference"
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

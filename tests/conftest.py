@@ -1,14 +1,12 @@
-"""Settings that must precede the import of jax, and fixtures that find models and references."""
+"""How tests compile, and fixtures that find models and references."""
 
 from __future__ import annotations
 
-import os
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault("NPROC", "16")  # threads for collectives of 8 devices; a smaller pool hangs
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-
+import settings  # isort: skip  (before jax)
 import jax
 import pytest
 
@@ -18,18 +16,28 @@ from jaxllm.runtime import keep_compiled_programs
 
 keep_compiled_programs()
 MOST_MAPPINGS = 20_000  # of the 65,530 that Linux allows a process by default
-# XLA's older emitters, and one LLVM module a program: half the time of a small program.
-IN_HASTE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile in haste where only quick tests run: those are about plans and structure, and what
-    they take is compilation. Under any other `-m` programs are compiled as users' are. One mode a
-    process: JAX would take a program compiled in one for the other."""
-    if config.option.markexpr == "not slow":
-        jax.config.update("jax_disable_most_optimizations", True)
-        if jax.__version_info__ < (0, 11):  # XLA ends a process that names a flag it lacks
-            os.environ.setdefault("XLA_FLAGS", IN_HASTE)
+    """Compile in haste where only quick tests run, or parity: those are about plans, structure and
+    values, and what they take is compilation. Under any other `-m` programs are compiled as users'
+    are."""
+    if config.option.markexpr in ("not slow and not parity", "parity"):
+        settings.compile_in_haste()
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker has a file's quick tests, so that models and programs that they share are made
+    once; unless they say themselves which belong together."""
+    for item in items:
+        if not any(map(item.get_closest_marker, ("xdist_group", "slow", "parity"))):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish() -> None:
+    """The collector need not look again and again at what was there before the first test."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

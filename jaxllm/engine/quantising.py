@@ -53,6 +53,8 @@ def _kind(slot: Slot, types: set[GGMLQuantizationType], plan: Plan) -> BlockType
     cuts = [slot.shape[-1]]
     if slot.tensor.split_axis is not None and slot.axes[-1] == slot.tensor.split_axis.name:
         cuts += [edge for own in plan.ranges(slot.axes[-1], slot.layer) or () for edge in own]
+    if slot.form == "section_columns":
+        cuts += [section.height for section in slot.sections]
     found = kind.cut_at(*cuts)
     if found is None:
         return f"blocks of {kind.block} of {first.name} would be cut"

@@ -56,12 +56,13 @@ class GatedDeltaNet(nnx.Module):
         self.decay = make((groups, r), axes, ("ssm_a",), f32, sections=(values(0, 1),))
         self.bias = make((groups, r), axes, ("ssm_dt.bias",), f32, sections=(values(0, 1),))
         self.norm = Norm(dim, cfg.eps, "ssm_norm.weight", axis="head_dim")
-        shape, axes = (embed, groups, r * dim), ("embed", "state_group", "head_rows")
-        source = ("ssm_out.weight",)
-        self.out = (
-            param(shape, axes, source, dtype, "section_columns", sections=(values(0, dim),))
-            if net.tiled
-            else matrix(shape, axes, source, dtype, "columns")
+        self.out = matrix(
+            (embed, groups, r * dim),
+            ("embed", "state_group", "head_rows"),
+            ("ssm_out.weight",),
+            dtype,
+            "section_columns",
+            sections=(values(0, dim),),
         )
         self.eps = cfg.eps
 

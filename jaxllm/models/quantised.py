@@ -6,7 +6,7 @@ take rows or experts of it, and hand it to `linear`. `jaxllm.gguf.blocks` says w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -86,6 +86,23 @@ class Quantised:
                 given = np.repeat(given, self.kind.repeats, axis=1)
             own = given[:, columns.start // packs : columns.stop // packs]
             part[...] = own.reshape(part.shape)
+
+    def blank(self, *shape: int) -> Quantised:
+        """A matrix of this kind and of another shape, to be filled on the host."""
+        *lead, last = shape
+        return self._with(
+            {
+                name: np.empty((*lead, last // self.kind.parts[name].packs), part.dtype)
+                for name, part in self.parts.items()
+            }
+        )
+
+    def gather(self, whole: Quantised, runs: Sequence[slice]) -> None:
+        """Write these runs of columns of `whole` [rows, columns], each of whole blocks."""
+        for name, part in self.parts.items():
+            packs = self.kind.parts[name].packs
+            columns = [np.arange(run.start // packs, run.stop // packs) for run in runs]
+            part[...] = whole.parts[name][:, np.concatenate(columns)].reshape(part.shape)
 
     def _with(self, parts: dict[str, Any]) -> Quantised:
         return Quantised(self.kind, self.dtype, parts)

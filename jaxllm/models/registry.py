@@ -53,7 +53,9 @@ def family(architecture: str) -> Family:
     if found is None:
         near = get_close_matches(architecture, FAMILIES, n=3, cutoff=0.4)
         hint = (
-            f"the nearest that are: {', '.join(near)}" if near else "README.md has those that are"
+            f"the nearest that are: {', '.join(near)}"
+            if near
+            else "docs/architectures.md has those that are"
         )
         raise ModelError(f"architecture {architecture!r} is not supported; {hint}")
     return found

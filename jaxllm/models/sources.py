@@ -197,7 +197,7 @@ class TensorSource(ABC):
         slot: Slot,
         tensor: tuple[str, tuple[int, ...]],
         index: tuple[slice, ...],
-        out: np.ndarray,
+        out: Buffer,
     ) -> None:
         rows, groups = index[0], index[1]
         if in_order(slot.sections):
@@ -207,12 +207,18 @@ class TensorSource(ABC):
             r for g in range(groups.start, groups.stop) for s in slot.sections for r in s.rows(g)
         ]
         columns = np.concatenate([np.arange(r.start, r.stop) for r in runs])
+        width = tensor[1][1]
         for top in range(0, len(out), ROWS_AT_ONCE):
             part = out[top : top + ROWS_AT_ONCE]
-            whole = np.empty((len(part), tensor[1][1]), out.dtype)
             here = slice(rows.start + top, rows.start + top + len(part))
-            self.copy(*tensor, here, slice(0, whole.shape[1]), whole)
-            part[...] = whole[:, columns].reshape(part.shape)
+            if isinstance(part, Quantised):
+                whole = part.blank(len(part), width)
+                self.copy(*tensor, here, slice(0, width), whole)
+                part.gather(whole, runs)
+            else:
+                whole = np.empty((len(part), width), part.dtype)
+                self.copy(*tensor, here, slice(0, width), whole)
+                part[...] = whole[:, columns].reshape(part.shape)
 
     def _fill_queries(
         self,

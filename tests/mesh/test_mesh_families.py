@@ -1,5 +1,5 @@
-"""Blocks of every family, caches of every type and other splits: the rules of the matrix, one
-uneven cut a number of devices."""
+"""Blocks of every family, caches of every type and other splits under the rules of the matrix; that
+has every cut of one family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from support import (
 PROMPT, STEPS = 40, 26  # the steps cross a page and the window's edge
 CUTS = {2: "3,1", 3: "2,1,0", 5: "3,1,0,2,1", 8: "1,0,0,2,0,0,0,1"}
 WEIGHTS = {2: "1,1", 3: "1,1,1", 5: "0,1,1,2,0", 8: "0,1,0,2,0,0,0,1"}  # some do attention alone
-FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3")
 
 
 def _group(name: str) -> pytest.MarkDecorator:
@@ -74,8 +73,11 @@ def _check_fused(
     assert_close(fused.logits, _alone(name, **(options or {})).logits, limit, f"{name}: fused")
 
 
-EVERY = [pytest.param(n, d, marks=_group(n)) for n in FAMILIES for d in CUTS]
-OTHERS = (
+# Two contributors send to each other, four to one; each has idle devices beside them.
+KINDS = (
+    "qwen2",
+    "qwen3",
+    "gemma3",
     *SWITCHES,
     "sinks",
     "chunks",
@@ -86,10 +88,10 @@ OTHERS = (
     "wide-keys",
     "wide-values",
 )
-SOME = [pytest.param(n, 3, marks=_group(n)) for n in OTHERS]
+CASES = [pytest.param(n, d, marks=_group(n)) for n, d in [*((n, 3) for n in KINDS), ("gemma2", 5)]]
 
 
-@pytest.mark.parametrize(("name", "devices"), [*EVERY, *SOME, ("llama-factors", 8)])
+@pytest.mark.parametrize(("name", "devices"), CASES)
 def test_families(name: str, devices: int):
     shares = dict(attn_split=CUTS[devices], tensor_split=WEIGHTS[devices])
     cut = dict(devices=devices, split_mode="tensor", **shares)
@@ -99,7 +101,10 @@ def test_families(name: str, devices: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "devices"), [each for each in EVERY if each.values[1] >= 5])
+@pytest.mark.parametrize("devices", [5, 8])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=_group(n)) for n in ("qwen2", "qwen3", "gemma2", "gemma3")]
+)
 def test_fused_over_more_devices(name: str, devices: int):
     """Against one device, as the staged engine above: closer, for the two to be as close."""
     block, model = MODELS[name]
@@ -114,7 +119,7 @@ def test_factors_on_a_device_without_work():
     _check_fused("llama-factors", _check("llama-factors", **cut), **cut)
 
 
-@pytest.mark.parametrize(("window", "devices"), [(16, 1), (24, 3), (32, 1), (33, 1)])
+@pytest.mark.parametrize(("window", "devices"), [(24, 3), (32, 1), (33, 1)])
 def test_link_bytes_of_windows(window: int, devices: int):
     """A page that the window has left is not sent, whatever the steps since it was full."""
     cut = dict(split_mode="tensor", attn_split=CUTS[devices]) if devices > 1 else {}
@@ -125,10 +130,8 @@ def test_link_bytes_of_windows(window: int, devices: int):
     np.testing.assert_array_equal(trace.sent, planned_bytes(llm, PROMPT, 40))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_whole_layers(name: str, devices: int):
-    _check(name, devices=devices, split_mode="layer" if devices > 1 else "none")
+def test_whole_layers():
+    _check("gemma3", devices=2, split_mode="layer")
 
 
 def test_layers_on_chosen_devices():
@@ -139,10 +142,7 @@ def test_layers_on_chosen_devices():
 
 @pytest.mark.parametrize(
     ("name", "types"),
-    [
-        *[("llama", types) for types in ("bf16,bf16", "f16,f32")],
-        ("gemma3", "f16,f16"),
-    ],
+    [("llama", "f16,f32"), ("gemma3", "bf16,bf16")],
 )
 def test_cache_types(name: str, types: str):
     """A last place that differs between plans flips a few roundings of a narrow cache: a step of
@@ -152,9 +152,7 @@ def test_cache_types(name: str, types: str):
     _check_fused(name, _check(name, 1e-6, options, **cut), options, 1e-6, **cut)
 
 
-@pytest.mark.parametrize(
-    ("rounding", "dither"), [("nearest", False), ("nearest", True), ("llama.cpp", False)]
-)
+@pytest.mark.parametrize(("rounding", "dither"), [("nearest", True), ("llama.cpp", False)])
 def test_roundings(rounding: str, dither: bool):
     cut = dict(devices=2, split_mode="tensor", attn_split=".49,.51", tensor_split="3,2")
     _check("llama", **cut, rounding=rounding, dither=dither)
@@ -164,7 +162,7 @@ def test_roundings(rounding: str, dither: bool):
     ("name", "heads", "devices", "replicate"),
     [
         *[("one-of-8", 1, 2, False), ("one-of-8", 1, 4, True)],
-        *[("three-of-4", 3, 4, False), ("three-of-4", 3, 4, True)],
+        ("three-of-4", 3, 4, True),
         *[("latent", 1, 2, False), ("latent", 1, 2, True)],
     ],
 )

@@ -30,7 +30,6 @@ CASES = [
     ("q4_0", "q4_0", "one"),
     ("f32", "q8_0", "one"),
     pytest.param("q8_0", "q4_0", "2,1,0", marks=pytest.mark.smoke),
-    ("q8_0", "q8_0", "2,1,0"),
 ]
 
 

@@ -101,7 +101,5 @@ def test_a_mesh_of_virtual_devices():
 def test_random_models_are_the_same_under_every_plan():
     prompt = list(range(32))
     expected = make("one").logits(prompt)
-    for mesh in MESHES:
-        if mesh == "more devices than heads":
-            continue  # as many as in "copied heads", which compiles more
+    for mesh in ("weights apart", "padded"):
         assert abs(make(mesh).logits(prompt) - expected).max() < 1e-3, mesh
