@@ -209,6 +209,10 @@ class LayerConfig:
     owns_cache: bool = True  # False: queries only, over the cache of the last owner of its kind
     cache: CacheFormat = CacheFormat()  # how a plan stores K and V
 
+    def __post_init__(self) -> None:
+        if self.needs_squares and self.recurrent is not None and self.recurrent.summed:
+            raise ModelError("a layer with a norm over all heads cannot have a summed mixer too")
+
     @property
     def needs_squares(self) -> bool:
         """Whether a norm goes over heads that several devices may have."""

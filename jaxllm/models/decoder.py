@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.block import Block
+from jaxllm.models.block import Block, Midway
 from jaxllm.models.config import Columns, LayerConfig
 from jaxllm.models.experts import feed_forward
 from jaxllm.models.heads import HeadNorms, HeadsGate
@@ -23,6 +23,7 @@ from jaxllm.models.layers import (
 )
 from jaxllm.models.mixers import mixer
 from jaxllm.models.rope import RopeTable
+from jaxllm.models.selective import SelectiveMixer
 
 
 def attention(
@@ -121,10 +122,17 @@ class DecoderBlock(Block):
         factor = self.cfg.out_factor
         return y if factor == 1.0 else y * jnp.asarray(factor, y.dtype)
 
+    def begin_recur(self, x: Array, state: tuple[Array, ...], counts: Array) -> Midway:
+        assert isinstance(self.recurrent, SelectiveMixer)
+        return Midway(*self.recurrent.begin(self._read(x), state, counts))
+
     def recur(
-        self, x: Array, state: tuple[Array, ...], counts: Array
+        self, x: Array, state: tuple[Array, ...], counts: Array, midway: Midway | None
     ) -> tuple[Array, tuple[Array, ...]]:
         assert self.recurrent is not None
+        if isinstance(self.recurrent, SelectiveMixer):
+            assert midway is not None
+            return self.recurrent(*midway, state, counts)
         return self.recurrent(self._read(x), state, counts)
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:

@@ -79,11 +79,11 @@ class GatedDeltaNet(nnx.Module):
         b, g = self._rates(x, counts)
         if tokens == 1:
             q, k, v, b, g = (a[:, :, 0] for a in (q, k, v, b, g))
-            o, memory = memory_step(q, k, v, g, memory, b)
+            o, memory = memory_step(q, k, v, g[..., None, None], memory, b)
             o = o[:, None]  # [N, 1, G, r, S]
         else:
             v, b, g = (jnp.moveaxis(a, 2, 3) for a in (v, b, g))
-            o, memory = memory_chunks(q, k, v, g, memory, b)
+            o, memory = memory_chunks(q, k, v, g[..., None], memory, b)
             o = jnp.moveaxis(o, 3, 1)
         gate = into_groups(x, self.gate[...])  # [N, G, T, r S]
         gate = jnp.moveaxis(gate, 2, 1).reshape(o.shape)

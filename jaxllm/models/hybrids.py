@@ -1,4 +1,4 @@
-"""Families with Mamba 2 or short convolutions, alone, in turns with attention or beside it."""
+"""Families with Mamba or short convolutions, alone, in turns with attention or beside it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxllm.models.family import (
     read_layer,
     read_model,
 )
-from jaxllm.models.recurrent import Mamba2, ShortConv
+from jaxllm.models.recurrent import Mamba2, Selective, ShortConv
 from jaxllm.models.routing import Routing
 from jaxllm.models.scaled import granite_layers, granite_model
 
-CHANNELS = 32  # of a convolution that go to one device together, where the width allows
+CHANNELS = 32  # that go to one device together, where the width allows
 
 
 def _mamba(meta: Metadata, tensors: Tensors, layer: int) -> Mamba2:
@@ -37,18 +37,73 @@ def _mamba(meta: Metadata, tensors: Tensors, layer: int) -> Mamba2:
     return Mamba2(groups, heads // groups, inner // heads, keys, kernel, normed)
 
 
+def _selective(meta: Metadata, tensors: Tensors, layer: int) -> Selective:
+    """Mamba 1; with `heads` of channels where a file has one step a head."""
+    names = "inner_size", "state_size", "conv_kernel"
+    inner, keys, kernel = (meta.require(f"ssm.{name}", int) for name in names)
+    prefix = f"blk.{layer}.ssm_"
+    steps = tensors.get(f"{prefix}dt.weight")
+    if steps is None or len(steps.shape) != 2:
+        raise ModelError(f"{prefix}dt.weight is missing or no matrix; convert the model again")
+    count, rank = steps.shape
+    if min(inner, keys, rank) < 1 or kernel < 2 or inner % count:
+        raise ModelError(
+            f"{meta.architecture} has an inner size of {inner}, {count} steps made of {rank} "
+            f"values, keys of {keys} and a convolution over {kernel}; expected the inner size a "
+            "multiple of steps, and at least 2 tokens"
+        )
+    heads = count != inner
+    width = CHANNELS if inner % CHANNELS == 0 else 1
+    width = inner // count if heads else width
+    weighted = any(f"{prefix}dt_norm{end}" in tensors for end in ("", ".weight"))
+    return Selective(
+        groups=inner // width,
+        channels=width,
+        keys=keys,
+        rank=rank,
+        kernel=kernel,
+        heads=heads,
+        conv_bias=f"{prefix}conv1d.bias" in tensors,
+        normed=weighted or bool(meta.get("ssm.dt_b_c_rms", False)),
+        weighted=weighted,
+    )
+
+
 def _without_attention(layer: LayerConfig, recurrent: Any = None) -> LayerConfig:
     bare = dict(rope=None, qkv_bias=False, out_bias=False, qk_norm=False)
     return replace(layer, kv_heads=0, q_per_kv=1, recurrent=recurrent, **bare)
 
 
-def _mamba2(meta: Metadata, tensors: Tensors) -> ModelConfig:
+def _mamba_alone(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    make = _selective if meta.architecture == "mamba" else _mamba
     layers = read_layer(meta, tensors, None, norms=Norms(mlp=None), partial=True)
     layers = [
-        replace(_without_attention(own, _mamba(meta, tensors, i)), mlp=0)
+        replace(_without_attention(own, make(meta, tensors, i)), mlp=0)
         for i, own in enumerate(layers)
     ]
     return read_model(meta, tensors, layers)
+
+
+def _jamba(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Mamba 1 in layers without KV heads; attention without rope."""
+    layers = read_layer(meta, tensors, None, routing=Routing(normalised=False), partial=True)
+    return read_model(meta, tensors, _in_turns(meta, tensors, layers))
+
+
+def _plamo2(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Heads of Mamba in layers without KV heads; norms on what each half adds have bare names."""
+    norms = Norms(attn_post="post_attention_norm", mlp_post="post_ffw_norm")
+    layers = read_layer(meta, tensors, "halves", norms=norms, partial=True)
+    layers = [layer.with_rope(factors=None) for layer in layers]
+    return read_model(meta, tensors, _in_turns(meta, tensors, layers))
+
+
+def _in_turns(meta: Metadata, tensors: Tensors, layers: list[LayerConfig]) -> list[LayerConfig]:
+    """These layers, those without KV heads with a selective mixer."""
+    return [
+        own if own.kv_heads else _without_attention(own, _selective(meta, tensors, i))
+        for i, own in enumerate(layers)
+    ]
 
 
 def _falcon_h1(meta: Metadata, tensors: Tensors) -> ModelConfig:
@@ -113,6 +168,9 @@ FAMILIES: Mapping[str, Family] = {
     "granitehybrid": Family(DecoderBlock, _granite),
     "lfm2": Family(DecoderBlock, _lfm2),
     "lfm2moe": Family(DecoderBlock, _lfm2),
-    "mamba2": Family(DecoderBlock, _mamba2),
+    "jamba": Family(DecoderBlock, _jamba),
+    "mamba": Family(DecoderBlock, _mamba_alone),
+    "mamba2": Family(DecoderBlock, _mamba_alone),
     "nemotron_h": Family(DecoderBlock, _nemotron_h),
+    "plamo2": Family(DecoderBlock, _plamo2),
 }

@@ -88,11 +88,11 @@ class Mamba2Mixer(nnx.Module):
         written, skipped = v * step[..., None], v * self.skip[...][:, None]
         if tokens == 1:
             q, k, written, g = (a[:, :, 0] for a in (q, k, written, g))
-            o, memory = memory_step(q, k, written, g, memory)
+            o, memory = memory_step(q, k, written, g[..., None, None], memory)
             o = o[:, :, None]
         else:
             written, g = (jnp.moveaxis(a, 2, 3) for a in (written, g))
-            o, memory = memory_chunks(q, k, written, g, memory)
+            o, memory = memory_chunks(q, k, written, g[..., None], memory)
             o = jnp.moveaxis(o, 3, 2)
         o = (o + skipped).reshape(z.shape) * jax.nn.silu(z)
         if self.norm is not None:

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.delta import GatedDeltaNet
 from jaxllm.models.mamba2 import Mamba2Mixer
-from jaxllm.models.recurrent import DeltaNet, Mamba2, ShortConv
+from jaxllm.models.recurrent import DeltaNet, Mamba2, Selective, ShortConv
+from jaxllm.models.selective import SelectiveMixer
 from jaxllm.models.short_conv import ShortConvMixer
 
-Mixer: TypeAlias = GatedDeltaNet | Mamba2Mixer | ShortConvMixer
+Mixer: TypeAlias = GatedDeltaNet | Mamba2Mixer | SelectiveMixer | ShortConvMixer
 KINDS: Mapping[type, type[Mixer]] = {
     DeltaNet: GatedDeltaNet,
     Mamba2: Mamba2Mixer,
+    Selective: SelectiveMixer,
     ShortConv: ShortConvMixer,
 }
 

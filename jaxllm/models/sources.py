@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -45,6 +46,11 @@ def _flat(index: slice, unit: int) -> slice:
 
 def _shift(index: slice, by: int) -> slice:
     return slice(index.start + by, index.stop + by)
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without the dims of size one that converters may have kept."""
+    return tuple(n for n in shape if n != 1)
 
 
 class TensorSource(ABC):
@@ -273,7 +279,7 @@ class GGUFSource(TensorSource):
                     problems.append(f"{name} is missing")
                 elif not supported(info.type):
                     problems.append(f"{name} is stored as {info.type.name}, which cannot be read")
-                elif tuple(info.shape) != want:
+                elif _bare(info.shape) != _bare(want):
                     problems.append(f"{name} is {list(info.shape)}, expected {list(want)}")
         if problems:
             more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
@@ -299,7 +305,7 @@ class GGUFSource(TensorSource):
     def copy(
         self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: Buffer
     ) -> None:
-        info = self.file.tensors[name]
+        info = replace(self.file.tensors[name], shape=shape)
         if isinstance(out, Quantised):
             for start, raw, first in iter_raw_chunks(info, rows, columns):
                 own = out[start - rows.start : start - rows.start + len(raw)]

@@ -13,10 +13,13 @@ from support import feed, nmse, step
 NAMES = (
     "falcon-h1-dense",
     "granitehybrid-dense",
+    "jamba-dense",
     "lfm2-dense",
     "lfm2moe-moe",
+    "mamba-dense",
     "mamba2-dense",
     "nemotron_h-dense",
+    "plamo2-dense",
     "qwen35",
     "qwen35-dense",
     "qwen35-mtp",
