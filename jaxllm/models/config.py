@@ -122,6 +122,9 @@ class Experts:
     shared_limit: float = 0.0  # as `LayerConfig.mlp_limit`
     blend: float = 1.0  # of the sum of both
     reads: Literal["mlp", "norm", "route"] = "mlp"  # see `jaxllm.models.early`
+    narrow: int = 0  # width that experts read and give, between two projections; 0 for none
+    narrow_name: str = ""  # begins the names of those, ends with _down and _up
+    narrow_norm: bool = False  # on the sum over experts
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,12 @@ class LayerConfig:
     def v_stored(self) -> int:
         """Values of a head's V that the cache stores beside K."""
         return self.v_dim if self.latent is None else 0
+
+    def without_attention(self, recurrent: Recurrent | None = None) -> LayerConfig:
+        """This layer without heads; what its tensors seemed to say of them does not count."""
+        bare: dict[str, Any] = dict(rope=None, qkv_bias=False, out_bias=False, qk_norm=False)
+        bare |= dict(kv_heads=0, q_per_kv=1, qkv_joined=None, out_gate=0)
+        return replace(self, recurrent=recurrent, **bare)
 
     def replicated(self, times: int) -> LayerConfig:
         """This layer with every KV head stored `times` times, its query heads dealt out."""

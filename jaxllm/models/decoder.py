@@ -13,11 +13,9 @@ from jaxllm.models.latent import LatentOut, LatentQKV
 from jaxllm.models.layers import (
     QKV,
     Array,
-    DenseMLP,
     Heads,
     HeadsOut,
     Norm,
-    SubNorm,
     normalise,
     param,
 )
@@ -118,6 +116,7 @@ class DecoderBlock(Block):
 
     def after_attention(self, o: Array, x: Array) -> Array:
         assert self.out is not None
+        o = self.out.heads(o)
         y = self.out(o if self.gate is None else self.gate(o, self._read(x)))
         factor = self.cfg.out_factor
         return y if factor == 1.0 else y * jnp.asarray(factor, y.dtype)
@@ -136,8 +135,8 @@ class DecoderBlock(Block):
         return self.recurrent(self._read(x), state, counts)
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
-        sub_norm = None if self.out is None else self.out.sub_norm
-        joined = self._add(x, total, sub_norm, self.out_bias, self.post_attn_norm)
+        y = total if self.out is None else self.out.finish(total, x.dtype)
+        joined = self._add(x, y, self.out_bias, self.post_attn_norm)
         return joined, self._mlp_read(joined, x)
 
     def enter_mlp(self, x: Array) -> Array:
@@ -155,19 +154,12 @@ class DecoderBlock(Block):
         return self.ffn(read)
 
     def join_mlp(self, x: Array, total: Array) -> Array:
-        sub_norm = self.ffn.sub_norm if isinstance(self.ffn, DenseMLP) else None
-        return self._add(x, total, sub_norm, self.down_bias, self.post_mlp_norm)
+        assert self.ffn is not None
+        y = self.ffn.finish(total, x.dtype)
+        return self._add(x, y, self.down_bias, self.post_mlp_norm)
 
-    def _add(
-        self,
-        x: Array,
-        total: Array,
-        sub_norm: SubNorm | None,
-        bias: nnx.Param | None,
-        post_norm: Norm | None,
-    ) -> Array:
-        """The residual x and the sum over devices of what is added to it."""
-        y = total if sub_norm is None else sub_norm.finish(total, x.dtype)
+    def _add(self, x: Array, y: Array, bias: nnx.Param | None, post_norm: Norm | None) -> Array:
+        """The residual x and what is added to it."""
         y = y if bias is None else y + bias[...]
         y = y if post_norm is None else post_norm(y)
         scale = self.cfg.residual_scale

@@ -25,11 +25,11 @@ def out_of_groups(o: Array, w: Array | Quantised) -> Array:
 
 
 def conv_taps(
-    groups: int, channels: int, kernel: int, source: str, sections: tuple[Section, ...]
+    groups: int, channels: int, kernel: int, sections: tuple[Section, ...], *source: str
 ) -> nnx.Param:
-    """The taps [G, C, K] of `causal_conv`, of the rows of one tensor that sections say."""
+    """The taps [G, C, K] of `causal_conv`, of the rows of tensors that sections say."""
     shape, axes = (groups, channels, kernel), ("state_group", "head_rows", "tap")
-    return param(shape, axes, (source,), jnp.dtype(jnp.float32), "sections", sections=sections)
+    return param(shape, axes, source, jnp.dtype(jnp.float32), "sections", sections=sections)
 
 
 def real_tokens(tokens: int, counts: Array) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
@@ -69,16 +68,11 @@ def _selective(meta: Metadata, tensors: Tensors, layer: int) -> Selective:
     )
 
 
-def _without_attention(layer: LayerConfig, recurrent: Any = None) -> LayerConfig:
-    bare = dict(rope=None, qkv_bias=False, out_bias=False, qk_norm=False)
-    return replace(layer, kv_heads=0, q_per_kv=1, recurrent=recurrent, **bare)
-
-
 def _mamba_alone(meta: Metadata, tensors: Tensors) -> ModelConfig:
     make = _selective if meta.architecture == "mamba" else _mamba
     layers = read_layer(meta, tensors, None, norms=Norms(mlp=None), partial=True)
     layers = [
-        replace(_without_attention(own, make(meta, tensors, i)), mlp=0)
+        replace(own.without_attention(make(meta, tensors, i)), mlp=0)
         for i, own in enumerate(layers)
     ]
     return read_model(meta, tensors, layers)
@@ -101,7 +95,7 @@ def _plamo2(meta: Metadata, tensors: Tensors) -> ModelConfig:
 def _in_turns(meta: Metadata, tensors: Tensors, layers: list[LayerConfig]) -> list[LayerConfig]:
     """These layers, those without KV heads with a selective mixer."""
     return [
-        own if own.kv_heads else _without_attention(own, _selective(meta, tensors, i))
+        own if own.kv_heads else own.without_attention(_selective(meta, tensors, i))
         for i, own in enumerate(layers)
     ]
 
@@ -119,7 +113,7 @@ def _falcon_h1(meta: Metadata, tensors: Tensors) -> ModelConfig:
 def _granite(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """As granite, with Mamba 2 in layers without KV heads."""
     layers = [
-        own if own.kv_heads else _without_attention(own, _mamba(meta, tensors, i))
+        own if own.kv_heads else own.without_attention(_mamba(meta, tensors, i))
         for i, own in enumerate(granite_layers(meta, tensors, partial=True))
     ]
     ropeless = not meta.get("rope.scaling.finetuned", True)
@@ -128,17 +122,19 @@ def _granite(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 
 def _nemotron_h(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """Every layer is one thing: an MLP where it has columns, else attention or Mamba 2."""
+    """Every layer is one thing: an MLP where it has columns, or experts without gates; else
+    attention or Mamba 2."""
+    routing = Routing("sigmoid", normalised=None) if meta.architecture.endswith("moe") else None
     layers = read_layer(
-        meta, tensors, None, mlp_gated=False, activation="relu2", norms=Norms(), partial=True
+        meta, tensors, None, routing=routing, mlp_gated=False, activation="relu2", partial=True
     )
     found = []
     for i, own in enumerate(layers):
         if own.mlp:
-            own = replace(_without_attention(own), norms=Norms(None, mlp="attn_norm.weight"))
+            own = replace(own.without_attention(), norms=Norms(None, mlp="attn_norm.weight"))
         else:
             own = replace(own, norms=Norms(mlp=None), mlp_bias=False)
-            own = own if own.kv_heads else _without_attention(own, _mamba(meta, tensors, i))
+            own = own if own.kv_heads else own.without_attention(_mamba(meta, tensors, i))
         found.append(own)
     return read_model(meta, tensors, found)
 
@@ -157,7 +153,7 @@ def _lfm2(meta: Metadata, tensors: Tensors) -> ModelConfig:
     width = CHANNELS if embed % CHANNELS == 0 else 1
     conv = ShortConv(embed // width, width, kernel)
     layers = [
-        replace(own, window=window) if own.kv_heads else _without_attention(own, conv)
+        replace(own, window=window) if own.kv_heads else own.without_attention(conv)
         for own in layers
     ]
     return read_model(meta, tensors, layers, embed_norm=None, norm_name="token_embd_norm")
@@ -172,5 +168,6 @@ FAMILIES: Mapping[str, Family] = {
     "mamba": Family(DecoderBlock, _mamba_alone),
     "mamba2": Family(DecoderBlock, _mamba_alone),
     "nemotron_h": Family(DecoderBlock, _nemotron_h),
+    "nemotron_h_moe": Family(DecoderBlock, _nemotron_h),
     "plamo2": Family(DecoderBlock, _plamo2),
 }

@@ -253,11 +253,19 @@ class HeadsOut(nnx.Module):
             else None
         )
 
+    def heads(self, o: Array) -> Array:
+        """What attention gives [B, T, K, G, Hv], as a gate and the projection read it."""
+        return o
+
     def __call__(self, o: Array) -> Array:
         """o [B, T, K, G, Hv] -> [B, T, D], to be summed over devices (see `SubNorm`)."""
         w = self.weight[...]
         o, w = o.reshape(*o.shape[:2], -1), w.reshape(w.shape[0], -1)
         return linear(o, w) if self.sub_norm is None else self.sub_norm.project(o, w)
+
+    def finish(self, total: Array, dtype: jnp.dtype) -> Array:
+        """What is added to the residual [B, T, D], of the sum over devices."""
+        return total if self.sub_norm is None else self.sub_norm.finish(total, dtype)
 
 
 class DenseMLP(nnx.Module):
@@ -296,6 +304,10 @@ class DenseMLP(nnx.Module):
         """x [B, T, D] -> [B, T, D], to be summed over devices (see `SubNorm`)."""
         y, w = self.hidden(x), self.down[...]
         return linear(y, w) if self.sub_norm is None else self.sub_norm.project(y, w)
+
+    def finish(self, total: Array, dtype: jnp.dtype) -> Array:
+        """What is added to the residual [B, T, D], of the sum over devices."""
+        return total if self.sub_norm is None else self.sub_norm.finish(total, dtype)
 
     def hidden(self, x: Array) -> Array:
         """x [B, T, D] -> [B, T, own columns]."""

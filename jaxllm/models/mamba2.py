@@ -49,7 +49,7 @@ class Mamba2Mixer(nnx.Module):
             sections=(gate, *channels(inner), step),
         )
         source = "ssm_conv1d.weight"
-        self.taps = conv_taps(groups, net.channels, net.kernel, source, channels(0))
+        self.taps = conv_taps(groups, net.channels, net.kernel, channels(0), source)
         self.conv_bias = make(
             (groups, net.channels), axes, ("ssm_conv1d.bias",), f32, sections=channels(0)
         )

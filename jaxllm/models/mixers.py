@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.delta import GatedDeltaNet
+from jaxllm.models.delta import DeltaMixer, GatedDeltaNet, KimiDeltaMixer
 from jaxllm.models.mamba2 import Mamba2Mixer
-from jaxllm.models.recurrent import DeltaNet, Mamba2, Selective, ShortConv
+from jaxllm.models.recurrent import DeltaNet, KimiDelta, Mamba2, Selective, ShortConv
 from jaxllm.models.selective import SelectiveMixer
 from jaxllm.models.short_conv import ShortConvMixer
 
-Mixer: TypeAlias = GatedDeltaNet | Mamba2Mixer | SelectiveMixer | ShortConvMixer
-KINDS: Mapping[type, type[Mixer]] = {
+Mixer: TypeAlias = DeltaMixer | Mamba2Mixer | SelectiveMixer | ShortConvMixer
+KINDS: Mapping[type, Callable[..., Mixer]] = {
     DeltaNet: GatedDeltaNet,
+    KimiDelta: KimiDeltaMixer,
     Mamba2: Mamba2Mixer,
     Selective: SelectiveMixer,
     ShortConv: ShortConvMixer,

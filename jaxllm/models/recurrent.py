@@ -76,6 +76,36 @@ SHORT_CHUNK = 16  # where not all of it fades alike
 
 
 @dataclass(frozen=True)
+class KimiDelta:
+    """Kimi delta attention: see `jaxllm.models.delta`. A group is one head, whose memory forgets
+    each key at a rate of its own.
+
+    `decay` and `gate` are the tensors that make decays and the output's gate, a narrow one for all
+    heads before that of each head, or that alone.
+    """
+
+    summed: ClassVar[bool] = False
+
+    groups: int
+    dim: int  # of a key, a query and a value
+    kernel: int  # tokens that the convolutions see
+    decay: tuple[str, ...]
+    gate: tuple[str, ...]
+    floor: float | None = None  # of the log decays, where a sigmoid spreads them from zero to it
+    sign: int = 1  # of what is stored as the rate before that sigmoid
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The last inputs of the convolutions, and the memory [key, value]."""
+        return (self.kernel - 1, 3 * self.dim), (1, self.dim, self.dim)
+
+    @property
+    def work(self) -> int:
+        """Decays stand between each two tokens of a chunk."""
+        return (24 + 3 * SHORT_CHUNK) * self.dim
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """Mamba 2: see `jaxllm.models.mamba2`. A group is some heads with the key and query that they
     share, and with a norm of its own."""

@@ -45,7 +45,7 @@ class SelectiveMixer(nnx.Module):
         self.inner = project(
             (groups, 2 * size, embed), (*axes, "embed"), ("ssm_in.weight",), sections=inputs
         )
-        self.taps = conv_taps(groups, size, net.kernel, "ssm_conv1d.weight", (own,))
+        self.taps = conv_taps(groups, size, net.kernel, (own,), "ssm_conv1d.weight")
         self.conv_bias = (
             make((groups, size), axes, ("ssm_conv1d.bias",), sections=(own,))
             if net.conv_bias

@@ -30,7 +30,7 @@ class ShortConvMixer(nnx.Module):
             sections=tuple(together(i * whole, net.channels) for i in range(3)),
         )
         source, own = "shortconv.conv.weight", (together(0, net.channels),)
-        self.taps = conv_taps(groups, net.channels, net.kernel, source, own)
+        self.taps = conv_taps(groups, net.channels, net.kernel, own, source)
         self.out = matrix(
             (embed, groups, net.channels),
             ("embed", "state_group", "head_rows"),

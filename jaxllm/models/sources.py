@@ -173,7 +173,7 @@ class TensorSource(ABC):
             for i, half in enumerate(own):
                 if len(tensors) == 1:
                     tensor, first = tensors[0], i * columns
-                    block = expert * 2 * columns
+                    block = expert * slot.shape[1] * columns
                 else:
                     tensor, first, block = tensors[i], 0, expert * columns
                 if half.ndim == 1:  # a bias: one row an expert

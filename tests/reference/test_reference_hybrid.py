@@ -11,14 +11,17 @@ from test_reference_archs import ENGINES, LIMIT, _check, _load, _reference, _spe
 from support import feed, nmse, step
 
 NAMES = (
+    "bailingmoe3-moe",
     "falcon-h1-dense",
     "granitehybrid-dense",
     "jamba-dense",
+    "kimi-linear-moe",
     "lfm2-dense",
     "lfm2moe-moe",
     "mamba-dense",
     "mamba2-dense",
     "nemotron_h-dense",
+    "nemotron_h_moe-dense",
     "plamo2-dense",
     "qwen35",
     "qwen35-dense",
