@@ -34,6 +34,7 @@ from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.inputs import LayerInputs
 from jaxllm.models.layers import Array, Heads, Norm, linear, matrix, param
 from jaxllm.models.quantised import QuantisedParam, values
+from jaxllm.models.streams import StreamMix
 
 
 class Midway(NamedTuple):
@@ -113,6 +114,8 @@ class Ends(nnx.Module):
         self.inputs = LayerInputs(cfg, rows, dtype) if cfg.layer_inputs else None
         name = "/token_embd_norm.weight"
         self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
+        name = "/output_res_score.weight"
+        self.mix = StreamMix(embed, cfg.eps, name) if cfg.kept else None
         self.norm = Norm(embed, cfg.eps, f"/{cfg.norm_name}.weight", cfg.norm)
         self.head = None if cfg.tied else matrix((rows, embed), axes, ("/output.weight",), dtype)
         self.bias = param((rows,), ("vocab",), ("/output.bias",), dtype) if cfg.head_bias else None
@@ -136,12 +139,14 @@ class Ends(nnx.Module):
             x = jnp.concatenate([x, self.inputs(x, row)], axis=-1)
         elif self.cfg.embed_kept:
             x = jnp.concatenate([x, x], axis=-1)
+        elif self.cfg.kept:
+            x = jnp.pad(x, ((0, 0), (0, 0), (0, self.cfg.width - x.shape[-1])))
         return jnp.where(mine[..., None], x, jnp.zeros((), x.dtype))
 
     def logits(self, x: Array) -> Array:
         """x [..., D] -> float32 [..., own rows]."""
         head = self.table if self.head is None else self.head
-        x = x[..., : self.cfg.embed]
+        x = x[..., : self.cfg.embed] if self.mix is None else self.mix(x, self.cfg.kept)
         y = linear(self.norm(x), head[...])
         if self.bias is not None:
             y = y + self.bias[...]

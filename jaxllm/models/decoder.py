@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -135,9 +137,15 @@ class DecoderBlock(Block):
         return self.recurrent(self._read(x), state, counts)
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
-        y = total if self.out is None else self.out.finish(total, x.dtype)
-        joined = self._add(x, y, self.out_bias, self.post_attn_norm)
+        out = self.recurrent if self.out is None else self.out
+        y = total if out is None else out.finish(total, x.dtype)
+        joined = self._add(self._kept(x, self._read), y, self.out_bias, self.post_attn_norm)
         return joined, self._mlp_read(joined, x)
+
+    def _kept(self, x: Array, read: Callable[[Array], Array]) -> Array:
+        """What half a layer adds to: the residual x, or some times what it reads of it."""
+        scale = self.cfg.read_residual
+        return x if scale == 0.0 else read(x) * jnp.asarray(scale, x.dtype)
 
     def enter_mlp(self, x: Array) -> Array:
         return self._mlp_read(x, x)
@@ -156,6 +164,7 @@ class DecoderBlock(Block):
     def join_mlp(self, x: Array, total: Array) -> Array:
         assert self.ffn is not None
         y = self.ffn.finish(total, x.dtype)
+        x = self._kept(x, self.enter_mlp)
         return self._add(x, y, self.down_bias, self.post_mlp_norm)
 
     def _add(self, x: Array, y: Array, bias: nnx.Param | None, post_norm: Norm | None) -> Array:

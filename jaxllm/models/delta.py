@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.grouped import conv_taps, into_groups, out_of_groups, real_tokens
+from jaxllm.models.grouped import Mixer, conv_taps, into_groups, out_of_groups, real_tokens
 from jaxllm.models.layers import Array, Norm, linear, matrix, param
 from jaxllm.models.linear_memory import memory_chunks, memory_step
 from jaxllm.models.recurrent import DeltaNet, KimiDelta
@@ -27,7 +27,7 @@ def _unit(a: Array, eps: float) -> Array:
     return a / jnp.maximum(jnp.linalg.norm(a, axis=-1, keepdims=True), eps)
 
 
-class DeltaMixer(nnx.Module):
+class DeltaMixer(Mixer):
     """Projections, convolution, delta rule, gated norm and output over a device's own groups, of
     one query and key and some values each; kinds say what makes rates and the gate."""
 

@@ -16,7 +16,8 @@ from jaxllm.models.family import (
     read_layer,
     read_model,
 )
-from jaxllm.models.recurrent import Mamba2, Selective, ShortConv
+from jaxllm.models.qwen35 import linear_layers
+from jaxllm.models.recurrent import Lightning, Mamba2, Selective, ShortConv
 from jaxllm.models.routing import Routing
 from jaxllm.models.scaled import granite_layers, granite_model
 
@@ -139,6 +140,21 @@ def _nemotron_h(meta: Metadata, tensors: Tensors) -> ModelConfig:
     return read_model(meta, tensors, found)
 
 
+def _minimax(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Lightning attention in all but every eighth layer. Each half adds to some times what it has
+    read, which is normalised, not to the residual."""
+    scale = meta.require("residual_scale", float)
+    layers = read_layer(meta, tensors, "halves", routing=Routing(), read_residual=scale)
+    linear = linear_layers(meta, len(layers), interval=8)
+    layers = [
+        own.without_attention(Lightning(own.kv_heads * own.q_per_kv, own.k_dim))
+        if is_linear
+        else own
+        for own, is_linear in zip(layers, linear, strict=True)
+    ]
+    return read_model(meta, tensors, layers)
+
+
 def _lfm2(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Short convolutions in layers without KV heads; the last norm has the embedding's name. In
     dense files a window is that of every layer with attention."""
@@ -167,6 +183,7 @@ FAMILIES: Mapping[str, Family] = {
     "jamba": Family(DecoderBlock, _jamba),
     "mamba": Family(DecoderBlock, _mamba_alone),
     "mamba2": Family(DecoderBlock, _mamba_alone),
+    "minimax-01": Family(DecoderBlock, _minimax),
     "nemotron_h": Family(DecoderBlock, _nemotron_h),
     "nemotron_h_moe": Family(DecoderBlock, _nemotron_h),
     "plamo2": Family(DecoderBlock, _plamo2),

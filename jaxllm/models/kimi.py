@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
@@ -18,7 +19,7 @@ def _kimi_linear(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Nothing is turned to its position."""
     routing = Routing("sigmoid", scores_key=True)
     layers = read_layer(meta, tensors, None, routing=routing, partial=True)
-    return read_model(meta, tensors, _mixed(meta, tensors, layers))
+    return read_model(meta, tensors, mixed_layers(meta, tensors, layers))
 
 
 def _bailingmoe3(meta: Metadata, tensors: Tensors) -> ModelConfig:
@@ -33,23 +34,27 @@ def _bailingmoe3(meta: Metadata, tensors: Tensors) -> ModelConfig:
         raise ModelError(f"{meta.architecture}.kda.gate_lower_bound is {floor}; expected below 0")
     routing = Routing("sigmoid", scores_key=True, normalised=None)
     layers = read_layer(meta, tensors, "neighbours", routing=routing, partial=True)
-    layers = with_limits(meta, _mixed(meta, tensors, layers, floor))
+    layers = with_limits(meta, mixed_layers(meta, tensors, layers, floor))
     return read_model(meta, tensors, layers)
 
 
-def _mixed(
-    meta: Metadata, tensors: Tensors, layers: list[LayerConfig], floor: float | None = None
+def mixed_layers(
+    meta: Metadata,
+    tensors: Tensors,
+    layers: list[LayerConfig],
+    floor: float | None = None,
+    sign: int = 1,
 ) -> list[LayerConfig]:
     """These layers with latent attention, or delta attention where they have no KV heads."""
     return [
         latent_layer(meta, tensors, i, own)
         if own.kv_heads
-        else own.without_attention(_delta(meta, tensors, i, floor))
+        else own.without_attention(replace(_delta(meta, tensors, i), floor=floor, sign=sign))
         for i, own in enumerate(layers)
     ]
 
 
-def _delta(meta: Metadata, tensors: Tensors, layer: int, floor: float | None) -> KimiDelta:
+def _delta(meta: Metadata, tensors: Tensors, layer: int) -> KimiDelta:
     dim, kernel = meta.require("kda.head_dim", int), meta.require("ssm.conv_kernel", int)
     prefix = f"blk.{layer}."
     bias = tensors.get(f"{prefix}ssm_dt.bias")
@@ -62,10 +67,12 @@ def _delta(meta: Metadata, tensors: Tensors, layer: int, floor: float | None) ->
 
     def names(kind: str) -> tuple[str, ...]:
         """The tensors of a kind of rows, a narrow one first where there are two."""
+        if f"{prefix}ssm_{kind}.weight" in tensors:
+            return (f"ssm_{kind}",)
         both = tuple(f"ssm_{kind}_{end}" for end in "ab")
         return both if f"{prefix}{both[1]}.weight" in tensors else both[:1]
 
-    return KimiDelta(rows // dim, dim, kernel, names("f"), names("g"), floor)
+    return KimiDelta(rows // dim, dim, kernel, names("f"), names("g"))
 
 
 FAMILIES: Mapping[str, Family] = {

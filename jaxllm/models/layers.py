@@ -174,11 +174,19 @@ class SubNorm(nnx.Module):
     def __init__(self, weight: nnx.Param, size: int, eps: float):
         self.weight, self.size, self.eps = weight, size, eps
 
-    def project(self, x: Array, w: Array | Quantised) -> Array:
-        """x [B, T, own channels] times w [D, own channels]: float32 [B, T, D + 1]."""
+    def project(
+        self,
+        x: Array,
+        w: Array | Quantised,
+        factor: Array | None = None,
+        dtype: jnp.dtype | None = None,
+    ) -> Array:
+        """x [B, T, own channels] times w [D, own channels]: float32 [B, T, D + 1]. A factor of what
+        is normalised comes before w; the product is made in x's dtype, or that given."""
         y = x.astype(jnp.float32)
         squares = jnp.sum(y * y, axis=-1, keepdims=True)
-        partial = linear((y * self.weight[...].reshape(-1)).astype(x.dtype), w)
+        y = y * self.weight[...].reshape(-1)
+        partial = linear((y if factor is None else y * factor).astype(dtype or x.dtype), w)
         return jnp.concatenate([partial.astype(jnp.float32), squares], axis=-1)
 
     def finish(self, total: Array, dtype: jnp.dtype) -> Array:
@@ -357,6 +365,10 @@ def activation(cfg: LayerConfig) -> Callable[[Array], Array]:
 
 def gated(cfg: LayerConfig, gate: Array, up: Array) -> Array:
     """The hidden values of a layer's gated MLP from its two halves."""
+    if cfg.activation == "situ":  # Kimi K3: SiLU of a bounded gate, and a bounded linear half
+        bound, other = cfg.situ
+        up = other * jnp.tanh(up / other) if other > 0.0 else up
+        return bound * jnp.tanh(gate / bound) * jax.nn.sigmoid(gate) * up
     if cfg.activation != "clamped_swiglu":
         gate, limit = activation(cfg)(gate), cfg.mlp_limit
         if limit:

@@ -10,18 +10,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.grouped import conv_taps, into_groups, out_of_groups, real_tokens
+from jaxllm.models.grouped import Mixer, conv_taps, into_groups, out_of_groups, real_tokens
 from jaxllm.models.layers import Array, matrix, normalise, param
 from jaxllm.models.linear_memory import memory_chunks, memory_step
 from jaxllm.models.recurrent import Mamba2
 from jaxllm.models.sections import together
 
 
-class Mamba2Mixer(nnx.Module):
+class Mamba2Mixer(Mixer):
     """Projection, convolution, memory, gate, norm and output over a device's own groups."""
 
     def __init__(self, cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype):

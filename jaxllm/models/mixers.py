@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.delta import DeltaMixer, GatedDeltaNet, KimiDeltaMixer
+from jaxllm.models.delta import GatedDeltaNet, KimiDeltaMixer
+from jaxllm.models.grouped import Mixer
+from jaxllm.models.lightning import LightningMixer
 from jaxllm.models.mamba2 import Mamba2Mixer
-from jaxllm.models.recurrent import DeltaNet, KimiDelta, Mamba2, Selective, ShortConv
+from jaxllm.models.recurrent import DeltaNet, KimiDelta, Lightning, Mamba2, Selective, ShortConv
 from jaxllm.models.selective import SelectiveMixer
 from jaxllm.models.short_conv import ShortConvMixer
 
-Mixer: TypeAlias = DeltaMixer | Mamba2Mixer | SelectiveMixer | ShortConvMixer
 KINDS: Mapping[type, Callable[..., Mixer]] = {
     DeltaNet: GatedDeltaNet,
     KimiDelta: KimiDeltaMixer,
+    Lightning: LightningMixer,
     Mamba2: Mamba2Mixer,
     Selective: SelectiveMixer,
     ShortConv: ShortConvMixer,

@@ -25,7 +25,7 @@ def _configure(meta: Metadata, tensors: Tensors, pictures: bool) -> ModelConfig:
         meta.require("rope.dimension_sections")
         check_sections(meta, layers, interleaved=True)
     net = _delta_net(meta, tensors, tiled=pictures)
-    linear = _linear_layers(meta, len(layers))
+    linear = linear_layers(meta, len(layers), INTERVAL)
     mixed = [
         own.without_attention(net) if linear[i] else _gated(own, i) for i, own in enumerate(layers)
     ]
@@ -33,13 +33,13 @@ def _configure(meta: Metadata, tensors: Tensors, pictures: bool) -> ModelConfig:
     return read_model(meta, tensors, mixed, unused=(".ssm_in.weight",))
 
 
-def _linear_layers(meta: Metadata, count: int) -> list[bool]:
-    """Whether each layer is a delta net: as the file says, or all but every fourth."""
+def linear_layers(meta: Metadata, count: int, interval: int) -> list[bool]:
+    """Whether each layer is linear: as the file says, or all but the last of each interval."""
     key = "attention.recurrent_layers"
     if key in meta:
         stored = count + int(meta.get(DRAFTS, 0))
         return [bool(own) for own in meta.per_layer(key, stored)][:count]
-    interval = int(meta.get("full_attention_interval", INTERVAL))
+    interval = int(meta.get("full_attention_interval", interval))
     if interval < 1:
         raise ModelError(
             f"{meta.architecture}.full_attention_interval is {interval}; it must be at least 1"

@@ -106,6 +106,25 @@ class KimiDelta:
 
 
 @dataclass(frozen=True)
+class Lightning:
+    """Lightning attention: see `jaxllm.models.lightning`. A group is one head."""
+
+    summed: ClassVar[bool] = False
+
+    groups: int
+    dim: int  # of a key, a query and a value
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The memory [key, value]."""
+        return ((1, self.dim, self.dim),)
+
+    @property
+    def work(self) -> int:
+        return 16 * self.dim + 4 * CHUNK
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """Mamba 2: see `jaxllm.models.mamba2`. A group is some heads with the key and query that they
     share, and with a norm of its own."""

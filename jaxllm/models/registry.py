@@ -14,6 +14,7 @@ from jaxllm.models import (
     gemma4,
     hybrids,
     kimi,
+    kimi_k3,
     llama,
     mixtures,
     mixtures_windowed,
@@ -30,6 +31,7 @@ from jaxllm.models.family import Family
 FAMILIES: Mapping[str, Family] = {
     "deepseek2": deepseek2.FAMILY,
     "mistral4": deepseek2.FAMILY,
+    "kimi-k3": kimi_k3.FAMILY,
     "llama": llama.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,

@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxllm.models.config import LayerConfig, NormStyle
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.grouped import conv_taps, into_groups, out_of_groups, real_tokens
+from jaxllm.models.grouped import Mixer, conv_taps, into_groups, out_of_groups, real_tokens
 from jaxllm.models.layers import Array, Norm, matrix, param
 from jaxllm.models.linear_memory import memory_chunks, memory_scan, memory_step
 from jaxllm.models.recurrent import Selective
@@ -26,7 +26,7 @@ from jaxllm.models.sections import Section, together
 Begun = tuple[tuple[Array, ...], Array]
 
 
-class SelectiveMixer(nnx.Module):
+class SelectiveMixer(Mixer):
     """Projections, convolution, memory, gate and output over a device's own groups."""
 
     def __init__(self, cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype):

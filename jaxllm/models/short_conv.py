@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.grouped import conv_taps, into_groups, out_of_groups
+from jaxllm.models.grouped import Mixer, conv_taps, into_groups, out_of_groups
 from jaxllm.models.layers import Array, matrix
 from jaxllm.models.recurrent import ShortConv
 from jaxllm.models.sections import together
 
 
-class ShortConvMixer(nnx.Module):
+class ShortConvMixer(Mixer):
     """Both projections and the convolution over a device's own groups of channels."""
 
     def __init__(self, cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype):

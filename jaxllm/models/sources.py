@@ -8,6 +8,7 @@ A parameter's `form` says how GGUF tensors, seen as [rows, columns], are laid to
     qkv      query, key and value rows of each KV group together
     q_heads, k_heads   rows of the query heads or of the keys, by KV group
     alibi    no tensor: the slope of each query head
+    fading   no tensor: the log decay of each head of lightning attention
     experts_columns, experts_stack   of every expert of a mixture, columns or stack
     once     one tensor as it is on one device of its layer, zeros on the others
     sections, section_columns   rows, or columns of one tensor, that `Slot.sections` tells a group
@@ -86,7 +87,7 @@ class TensorSource(ABC):
             return [slot.shape[1:]] * 2
         if slot.form in HEAD_FORMS:
             return [(slot.shape[0] // self._repeat(slot) * slot.shape[1], *slot.shape[2:])]
-        if slot.form == "alibi":
+        if slot.form in ("alibi", "fading"):
             return []
         if slot.form == "experts_stack":
             n, pair, columns, *rest = slot.shape
@@ -143,6 +144,12 @@ class TensorSource(ABC):
             layer = self._layer(slot)
             heads = alibi_slopes(layer.kv_heads * layer.q_per_kv, layer.alibi)
             out[...] = heads.reshape(slot.shape)[index]
+        elif slot.form == "fading":
+            # Less the later a layer is; the last but hardly forgets (MiniMax-01, section 2.2).
+            assert slot.layer is not None
+            part = slot.layer / max(1, len(self.cfg.layers) - 1)
+            slopes = alibi_slopes(slot.shape[0], 8.0) * (1.0 - part + 1e-5)
+            out[...] = -slopes.reshape(slot.shape)[index]
         elif slot.form == "experts_stack":
             self._fill_experts_stack(slot, tensors, index, out)
         elif slot.form == "experts_columns":
