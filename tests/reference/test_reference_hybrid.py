@@ -35,7 +35,7 @@ NAMES = (
     "qwen3next-moe",
     "qwen3next-mtp",
 )
-# Its norms of small values and mixtures of residuals magnify rounding, in a few rows a thousandfold.
+# Norms of small values and mixtures of residuals magnify rounding, in a few rows a thousandfold.
 LIMITS = {"kimi-k3-moe": 1e-8}
 
 
