@@ -61,15 +61,19 @@ def architectures() -> dict[str, str]:
 
 
 def _fill(model: str, tensor: dict[str, Any]) -> np.ndarray:
-    """The values of a tensor: {"raw": base64} or {"normal": [[rows, mean, std], ...]}."""
+    """The values of a tensor: {"raw": base64}, {"normal": [[rows, mean, std], ...]} or, minus the
+    exponential of such noise, {"neg_exp": [mean, std]}."""
     dtype, shape = np.dtype(_DTYPES[tensor["type"]]), tuple(tensor["shape"])
     [(rule, value)] = tensor["fill"].items()
     if rule == "raw":
         raw = np.frombuffer(base64.b64decode(value), dtype.newbyteorder("<"))
         return raw.astype(dtype).reshape(shape)
-    assert rule == "normal", rule
     stream = np.random.PCG64(zlib.crc32(f"{model}/{tensor['name']}/0".encode()))
     values = np.random.Generator(stream).standard_normal(shape)
+    if rule == "neg_exp":
+        mean, std = value
+        return (-np.exp(mean + std * values)).astype(dtype)
+    assert rule == "normal", rule
     start = 0
     for rows, mean, std in value:
         values[start : start + rows] = mean + std * values[start : start + rows]

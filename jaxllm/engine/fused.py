@@ -24,6 +24,7 @@ from jaxllm.engine.local import (
     Step,
     Top,
     begin_attention,
+    begin_recurrent,
     end_attention,
     head_logits,
     pack_step,
@@ -79,7 +80,11 @@ def forward(
     ):
         block, parts = definition.bind(values), []
         if cfg.recurrent is not None:
-            mixed, states[index] = run_recurrent(block, x, states[index], step)
+            midway = None
+            if cfg.recurrent.summed:
+                midway = begin_recurrent(block, x, states[index], step)
+                midway = midway._replace(total=total(midway.total))
+            mixed, states[index] = run_recurrent(block, x, states[index], step, midway)
             parts.append(mixed)
         if cfg.kv_heads:
             heads = block.project(x)

@@ -22,7 +22,7 @@ from jaxllm.cache.attention import (
     write_ring,
 )
 from jaxllm.cache.types import rotate
-from jaxllm.models.block import Block, Ends
+from jaxllm.models.block import Block, Ends, Midway
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Heads
 
@@ -97,18 +97,34 @@ def end_attention(block: Block, cfg: LayerConfig, carry: Carry, x: Array) -> Arr
 State: TypeAlias = tuple[Array, ...]  # [rows, own groups, ...] each
 
 
-def run_recurrent(block: Block, x: Array, state: State, step: Step) -> tuple[Array, State]:
+def _wide(rows: Array, a: Array) -> Array:
+    """One number a row [N] beside a [N, ...]."""
+    return rows.reshape(-1, *(1,) * (a.ndim - 1))
+
+
+def _rows_of(state: State, step: Step) -> State:
+    return tuple(lax.dynamic_slice_in_dim(a, step.row, len(step.starts)) for a in state)
+
+
+def _begun(rows: State, step: Step) -> State:
+    """What a step goes on with: a row at position zero begins with zeros."""
+    return tuple(jnp.where(_wide(step.starts == 0, a), 0.0, a) for a in rows)
+
+
+def begin_recurrent(block: Block, x: Array, state: State, step: Step) -> Midway:
+    """A layer's recurrent mixer up to this device's part of what devices sum midway."""
+    return block.begin_recur(x, _begun(_rows_of(state, step), step), step.counts)
+
+
+def run_recurrent(
+    block: Block, x: Array, state: State, step: Step, midway: Midway | None
+) -> tuple[Array, State]:
     """This device's partial [N, T, D] of a layer's recurrent mixer, and its state of all rows after
-    the step. A row at position zero begins with zeros; one without real tokens keeps its state."""
-
-    def wide(rows: Array, a: Array) -> Array:
-        return rows.reshape(-1, *(1,) * (a.ndim - 1))
-
-    before = tuple(lax.dynamic_slice_in_dim(a, step.row, len(step.starts)) for a in state)
-    begun = tuple(jnp.where(wide(step.starts == 0, a), 0.0, a) for a in before)
-    partial, after = block.recur(x, begun, step.counts)
+    the step. A row without real tokens keeps its state."""
+    before = _rows_of(state, step)
+    partial, after = block.recur(x, _begun(before, step), step.counts, midway)
     real = step.counts > 0
-    kept = (jnp.where(wide(real, a), a, b) for a, b in zip(after, before, strict=True))
+    kept = (jnp.where(_wide(real, a), a, b) for a, b in zip(after, before, strict=True))
     update = lax.dynamic_update_slice_in_dim
     return partial, tuple(update(a, b, step.row, 0) for a, b in zip(state, kept, strict=True))
 

@@ -56,6 +56,8 @@ class StagedEngine(Engine):
         options = plan.options
         self.owners = models[0].cfg.owners  # whose cache each layer reads
         self.norms_heads = [cfg.needs_squares for cfg in models[0].cfg.layers]
+        mixers = [cfg.recurrent for cfg in models[0].cfg.layers]
+        self.summed = [mixer is not None and mixer.summed for mixer in mixers]
         self.page = options.page
         self.floor = np.zeros(options.slots, np.int32)
         self.stores = [
@@ -303,6 +305,7 @@ class _Forward:
         self.made: dict[int, Array] = {}  # partials by the device that made them
         self.parts: dict[int, tuple[Array, ...]] = {}  # partials to sum, by the device that will
         self.heads: dict[int, Heads] = {}  # of a layer whose norms wait for a sum
+        self.held: dict[int, tuple[Array, ...]] = {}  # of a mixer that waits for one
         self.queries: dict[int, Queries] = {}
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
 
@@ -317,7 +320,7 @@ class _Forward:
         self._begin(0, ("enter",))
         for index, layer in enumerate(plan.layers):
             targets = holders if index == last else plan.layers[index + 1].devices
-            if self.heads:
+            if self.heads or self.held:
                 self._exchange(layer.mixer_devices)
                 for device in layer.mixer_devices:
                     self._run(device, ("in",), None, index)
@@ -392,8 +395,12 @@ class _Forward:
                 self._run(device, first, here)
 
     def _entry(self, index: int) -> str:
-        """The first piece of a layer: norms over heads of several devices need a sum first."""
-        shared = len(self.engine.plan.layers[index].attn_devices) > 1
+        """The first piece of a layer: norms over heads of several devices need a sum first, and
+        so do mixers that make something of all their groups."""
+        layer = self.engine.plan.layers[index]
+        if len(layer.state_devices) > 1 and self.engine.summed[index]:
+            return "mix"
+        shared = len(layer.attn_devices) > 1
         return "project" if shared and self.engine.norms_heads[index] else "in"
 
     def _exchange(self, targets: tuple[int, ...]) -> None:
@@ -411,12 +418,14 @@ class _Forward:
             engine.states[device],
         )
         out, begins = "out" in pieces, "in" in pieces
+        mixes = begins or "mix" in pieces
         given = StageIn(
             here=() if here is None else layers[here],
             there=() if there is None else layers[there],
             x=self.x.get(device),
             parts=self.parts.pop(device, None),
             heads=self.heads.pop(device, None) if begins else None,
+            held=self.held.pop(device, None) if begins else None,
             queries=self.queries.pop(device, None) if out else None,
             tail=rings.get(engine.owners[here]) if out and here is not None else None,
             mixed=self.mixed.pop(device, None) if out else None,
@@ -424,7 +433,7 @@ class _Forward:
         result = stage(
             given,
             rings.get(there) if begins and there is not None else None,
-            states.get(there) if begins and there is not None else None,
+            states.get(there) if mixes and there is not None else None,
             self.packed[device],
             pieces=pieces,
             here=None if here is None else engine.layers[device][here],
@@ -437,6 +446,8 @@ class _Forward:
             self.made[device] = result.partial
         if result.heads is not None:
             self.heads[device] = result.heads
+        if result.held is not None:
+            self.held[device] = result.held
         if result.queries is not None:
             self.queries[device] = result.queries
         if result.ring is not None and there is not None:

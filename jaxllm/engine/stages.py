@@ -25,12 +25,13 @@ from jaxllm.engine.local import (
     State,
     Top,
     begin_attention,
+    begin_recurrent,
     end_attention,
     head_logits,
     run_recurrent,
     unpack_step,
 )
-from jaxllm.models.block import BlockDef
+from jaxllm.models.block import BlockDef, Midway
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Heads
 from jaxllm.runtime import DEVICE_LOOPS
@@ -65,6 +66,7 @@ class StageIn(NamedTuple):
     x: Array | None = None  # residual [N, T, D]
     parts: tuple[Array, ...] | None = None  # partials, summed in this order
     heads: Heads | None = None  # of the layer that begins, where its norms waited for a sum
+    held: tuple[Array, ...] | None = None  # of a mixer that waited for one
     queries: Queries | None = None
     tail: Ring | None = None  # of the layer that ends
     mixed: Array | None = None  # partial of its recurrent mixer
@@ -76,6 +78,7 @@ class StageOut(NamedTuple):
     x: Array | None  # residual, where it changed
     partial: Array | None
     heads: Heads | None
+    held: tuple[Array, ...] | None  # of a mixer that waits for a sum
     queries: Queries | None
     ring: Ring | None  # of the layer that begins
     mixed: Array | None  # partial of its recurrent mixer, for the stage in which it ends
@@ -104,7 +107,7 @@ def stage(
     old: Any = None if here is None else here.block.bind(given.here)
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
-    heads, read, mixed = given.heads, None, None
+    heads, held, read, mixed = given.heads, given.held, None, None
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
@@ -113,11 +116,19 @@ def stage(
         elif piece == "project":
             heads = new.project(x)
             total = new.head_squares(heads)
+        elif piece == "mix":
+            assert state is not None and x is not None
+            held, total = begin_recurrent(new, x, state, step)
         elif piece == "in":
             assert there is not None and x is not None
             if there.states:
-                assert state is not None
-                mixed, state = run_recurrent(new, x, state, step)
+                assert state is not None and there.cfg.recurrent is not None
+                midway = None
+                if there.cfg.recurrent.summed:
+                    if held is None or total is None:  # no other device has groups of this layer
+                        held, total = begin_recurrent(new, x, state, step)
+                    midway, held, total = Midway(held, total), None, None
+                mixed, state = run_recurrent(new, x, state, step, midway)
             if not there.kv_heads:
                 heads, total = None, None
                 continue
@@ -152,10 +163,11 @@ def stage(
         x if changed else None,
         total,
         heads,
+        held,
         begun,
         None if begun is None else ring,
         mixed,
-        None if mixed is None else state,
+        state,
     )
 
 

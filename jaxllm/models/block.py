@@ -1,14 +1,16 @@
 """The contract between a family and the engines, and the two ends every family shares.
 
 A block says what precedes attention and what follows it; attention itself belongs to the cache.
-A layer that has no heads or no MLP is asked nothing about them; `recur` is for those with a state.
+A layer that has no heads or no MLP is asked nothing about them; `recur` is for those with a state,
+`begin_recur` for those of them that are `summed` (`jaxllm.models.recurrent`).
 An engine calls, in this order, for every layer:
 
     heads   = block.project(x)
     squares = sum over devices of block.head_squares(heads), where there are any
     q, k, v = block.before_attention(heads, squares, positions)
     o       = attention of q over the cache, k and v included
-    r, s    = block.recur(x, s, counts)
+    midway  = block.begin_recur(x, s, counts), its part summed over devices, where there is one
+    r, s    = block.recur(x, s, counts, midway)
     x, read = block.join_attention(x, sum over devices of block.after_attention(o, x) + r)
     x       = block.join_mlp(x, sum over devices of block.mlp(read))
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,15 @@ from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.inputs import LayerInputs
 from jaxllm.models.layers import Array, Heads, Norm, linear, matrix, param
 from jaxllm.models.quantised import QuantisedParam, values
+from jaxllm.models.streams import StreamMix
+
+
+class Midway(NamedTuple):
+    """A recurrent mixer on its way: what it goes on with, and what the groups of all devices made
+    together [B, T, R] (or this device's part of it)."""
+
+    held: tuple[Array, ...]
+    total: Array
 
 
 class Block(nnx.Module):
@@ -59,8 +70,12 @@ class Block(nnx.Module):
         [B, T, D]."""
         raise NotImplementedError
 
+    def begin_recur(self, x: Array, state: tuple[Array, ...], counts: Array) -> Midway:
+        """The residual x [B, T, D] up to where a recurrent mixer needs the other devices."""
+        raise NotImplementedError
+
     def recur(
-        self, x: Array, state: tuple[Array, ...], counts: Array
+        self, x: Array, state: tuple[Array, ...], counts: Array, midway: Midway | None
     ) -> tuple[Array, tuple[Array, ...]]:
         """The residual x [B, T, D] through the recurrent mixer of own groups -> this device's
         partial [B, T, D], and the state after the first counts [B] tokens of each row."""
@@ -99,6 +114,8 @@ class Ends(nnx.Module):
         self.inputs = LayerInputs(cfg, rows, dtype) if cfg.layer_inputs else None
         name = "/token_embd_norm.weight"
         self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
+        name = "/output_res_score.weight"
+        self.mix = StreamMix(embed, cfg.eps, name) if cfg.kept else None
         self.norm = Norm(embed, cfg.eps, f"/{cfg.norm_name}.weight", cfg.norm)
         self.head = None if cfg.tied else matrix((rows, embed), axes, ("/output.weight",), dtype)
         self.bias = param((rows,), ("vocab",), ("/output.bias",), dtype) if cfg.head_bias else None
@@ -122,12 +139,14 @@ class Ends(nnx.Module):
             x = jnp.concatenate([x, self.inputs(x, row)], axis=-1)
         elif self.cfg.embed_kept:
             x = jnp.concatenate([x, x], axis=-1)
+        elif self.cfg.kept:
+            x = jnp.pad(x, ((0, 0), (0, 0), (0, self.cfg.width - x.shape[-1])))
         return jnp.where(mine[..., None], x, jnp.zeros((), x.dtype))
 
     def logits(self, x: Array) -> Array:
         """x [..., D] -> float32 [..., own rows]."""
         head = self.table if self.head is None else self.head
-        x = x[..., : self.cfg.embed]
+        x = x[..., : self.cfg.embed] if self.mix is None else self.mix(x, self.cfg.kept)
         y = linear(self.norm(x), head[...])
         if self.bias is not None:
             y = y + self.bias[...]

@@ -17,7 +17,7 @@ from sharding import LayerShape, ModelShape
 
 NormKind = Literal["rms", "layer"]
 Pairs = Literal["neighbours", "halves"]
-Activation = Literal["silu", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
+Activation = Literal["silu", "gelu", "relu", "relu2", "xielu", "clamped_swiglu", "situ"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,9 @@ class Experts:
     shared_limit: float = 0.0  # as `LayerConfig.mlp_limit`
     blend: float = 1.0  # of the sum of both
     reads: Literal["mlp", "norm", "route"] = "mlp"  # see `jaxllm.models.early`
+    narrow: int = 0  # width that experts read and give, between two projections; 0 for none
+    narrow_name: str = ""  # begins the names of those, ends with _down and _up
+    narrow_norm: bool = False  # on the sum over experts
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ class LayerConfig:
     post_eps: float | None = None  # of norms on what is added, where theirs is another
     parallel: bool = False  # the MLP reads the residual that attention reads
     residual_scale: float = 1.0  # of what each half adds
+    read_residual: float = 0.0  # each half adds to so many times what it reads, not to the residual
     qkv_joined: tuple[int, int, int] | None = None  # rows of q, k and v in one tensor attn_qkv
     v_from_k: bool = False  # values are what keys are made of
     v_norm: bool = False  # an RMS norm of values, over each head, without a weight
@@ -194,9 +198,12 @@ class LayerConfig:
     rope_first: bool = False  # before the norm of queries and keys
     sub_norms: bool = False  # on what the output and down projections read, over its whole width
     inputs: int = 0  # channels that go beside the residual to this layer
+    earlier: int = 0  # residuals of earlier layers that are kept beside it: see `models.streams`
+    begins_anew: bool = False  # the residual is kept too, and goes on with attention's part alone
     out_scale: bool = False  # the layer's result, residual and all, is multiplied by a tensor
     activation: Activation = "silu"
     xielu: tuple[float, ...] = ()  # alpha_n, alpha_p, beta and eps of that activation
+    situ: tuple[float, float] = (0.0, 0.0)  # bounds of gate and linear half of that activation
     mlp_gated: bool = True
     mlp_limit: float = 0.0  # of both halves of a gated MLP, the gate's activation from above
     mlp_joined: bool = False  # gate and up are one tensor ffn_up
@@ -208,6 +215,10 @@ class LayerConfig:
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
     owns_cache: bool = True  # False: queries only, over the cache of the last owner of its kind
     cache: CacheFormat = CacheFormat()  # how a plan stores K and V
+
+    def __post_init__(self) -> None:
+        if self.needs_squares and self.recurrent is not None and self.recurrent.summed:
+            raise ModelError("a layer with a norm over all heads cannot have a summed mixer too")
 
     @property
     def needs_squares(self) -> bool:
@@ -233,6 +244,12 @@ class LayerConfig:
     def v_stored(self) -> int:
         """Values of a head's V that the cache stores beside K."""
         return self.v_dim if self.latent is None else 0
+
+    def without_attention(self, recurrent: Recurrent | None = None) -> LayerConfig:
+        """This layer without heads; what its tensors seemed to say of them does not count."""
+        bare: dict[str, Any] = dict(rope=None, qkv_bias=False, out_bias=False, qk_norm=False)
+        bare |= dict(kv_heads=0, q_per_kv=1, qkv_joined=None, out_gate=0)
+        return replace(self, recurrent=recurrent, **bare)
 
     def replicated(self, times: int) -> LayerConfig:
         """This layer with every KV head stored `times` times, its query heads dealt out."""
@@ -264,6 +281,7 @@ class ModelConfig:
     embed_norm: NormStyle | None = None
     embed_kept: bool = False  # beside the residual, for layers that add it again
     layer_inputs: int = 0  # channels that each layer reads beside the residual
+    kept: int = 0  # residuals of layers that go beside the newest: see `models.streams`
     positions: int = 0  # rows of a learned position embedding; 0 for none
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -274,7 +292,7 @@ class ModelConfig:
     @property
     def width(self) -> int:
         """Channels of the residual and of what goes beside it."""
-        kept = self.embed if self.embed_kept else 0
+        kept = self.embed * (self.kept + self.embed_kept)
         return self.embed + kept + self.layer_inputs * len(self.layers)
 
     @property

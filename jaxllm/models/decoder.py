@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.block import Block
+from jaxllm.models.block import Block, Midway
 from jaxllm.models.config import Columns, LayerConfig
 from jaxllm.models.experts import feed_forward
 from jaxllm.models.heads import HeadNorms, HeadsGate
@@ -13,16 +15,15 @@ from jaxllm.models.latent import LatentOut, LatentQKV
 from jaxllm.models.layers import (
     QKV,
     Array,
-    DenseMLP,
     Heads,
     HeadsOut,
     Norm,
-    SubNorm,
     normalise,
     param,
 )
 from jaxllm.models.mixers import mixer
 from jaxllm.models.rope import RopeTable
+from jaxllm.models.selective import SelectiveMixer
 
 
 def attention(
@@ -117,20 +118,34 @@ class DecoderBlock(Block):
 
     def after_attention(self, o: Array, x: Array) -> Array:
         assert self.out is not None
+        o = self.out.heads(o)
         y = self.out(o if self.gate is None else self.gate(o, self._read(x)))
         factor = self.cfg.out_factor
         return y if factor == 1.0 else y * jnp.asarray(factor, y.dtype)
 
+    def begin_recur(self, x: Array, state: tuple[Array, ...], counts: Array) -> Midway:
+        assert isinstance(self.recurrent, SelectiveMixer)
+        return Midway(*self.recurrent.begin(self._read(x), state, counts))
+
     def recur(
-        self, x: Array, state: tuple[Array, ...], counts: Array
+        self, x: Array, state: tuple[Array, ...], counts: Array, midway: Midway | None
     ) -> tuple[Array, tuple[Array, ...]]:
         assert self.recurrent is not None
+        if isinstance(self.recurrent, SelectiveMixer):
+            assert midway is not None
+            return self.recurrent(*midway, state, counts)
         return self.recurrent(self._read(x), state, counts)
 
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
-        sub_norm = None if self.out is None else self.out.sub_norm
-        joined = self._add(x, total, sub_norm, self.out_bias, self.post_attn_norm)
+        out = self.recurrent if self.out is None else self.out
+        y = total if out is None else out.finish(total, x.dtype)
+        joined = self._add(self._kept(x, self._read), y, self.out_bias, self.post_attn_norm)
         return joined, self._mlp_read(joined, x)
+
+    def _kept(self, x: Array, read: Callable[[Array], Array]) -> Array:
+        """What half a layer adds to: the residual x, or some times what it reads of it."""
+        scale = self.cfg.read_residual
+        return x if scale == 0.0 else read(x) * jnp.asarray(scale, x.dtype)
 
     def enter_mlp(self, x: Array) -> Array:
         return self._mlp_read(x, x)
@@ -147,19 +162,13 @@ class DecoderBlock(Block):
         return self.ffn(read)
 
     def join_mlp(self, x: Array, total: Array) -> Array:
-        sub_norm = self.ffn.sub_norm if isinstance(self.ffn, DenseMLP) else None
-        return self._add(x, total, sub_norm, self.down_bias, self.post_mlp_norm)
+        assert self.ffn is not None
+        y = self.ffn.finish(total, x.dtype)
+        x = self._kept(x, self.enter_mlp)
+        return self._add(x, y, self.down_bias, self.post_mlp_norm)
 
-    def _add(
-        self,
-        x: Array,
-        total: Array,
-        sub_norm: SubNorm | None,
-        bias: nnx.Param | None,
-        post_norm: Norm | None,
-    ) -> Array:
-        """The residual x and the sum over devices of what is added to it."""
-        y = total if sub_norm is None else sub_norm.finish(total, x.dtype)
+    def _add(self, x: Array, y: Array, bias: nnx.Param | None, post_norm: Norm | None) -> Array:
+        """The residual x and what is added to it."""
         y = y if bias is None else y + bias[...]
         y = y if post_norm is None else post_norm(y)
         scale = self.cfg.residual_scale

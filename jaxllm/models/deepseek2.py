@@ -21,29 +21,33 @@ def configure(meta: Metadata, tensors: Tensors) -> ModelConfig:
         )
     routing = Routing(scores_key=True, normalised=None)
     layers = read_layer(meta, tensors, "neighbours", routing=routing)
-    return read_model(meta, tensors, [_latent(meta, tensors, layer) for layer in layers])
+    layers = [latent_layer(meta, tensors, i, layer) for i, layer in enumerate(layers)]
+    return read_model(meta, tensors, layers)
 
 
-def _latent(meta: Metadata, tensors: Tensors, layer: LayerConfig) -> LayerConfig:
-    """A layer with the latent attention of the metadata."""
+def latent_layer(meta: Metadata, tensors: Tensors, index: int, layer: LayerConfig) -> LayerConfig:
+    """A layer with the latent attention of the metadata; keys may have a part that all heads share
+    and none that turns."""
     k_dim = meta.require("attention.key_length_mla", int)
     rank = meta.require("attention.kv_lora_rank", int)
     rope = layer.rope
-    assert rope is not None
-    if layer.kv_heads != 1 or layer.k_dim != rank + rope.dim or layer.v_dim != rank:
+    shared = meta.require("rope.dimension_count", int) if rope is None else rope.dim
+    if layer.kv_heads != 1 or layer.k_dim != rank + shared or layer.v_dim != rank:
         raise ModelError(
             f"{meta.architecture} has {layer.kv_heads} KV heads of {layer.k_dim} and {layer.v_dim} "
-            f"values; latent attention needs one of {rank + rope.dim} and {rank}"
+            f"values; latent attention needs one of {rank + shared} and {rank}"
         )
-    direct = "blk.0.attn_q.weight" in tensors
+    direct = f"blk.{index}.attn_q.weight" in tensors
     latent = Latent(
         q_rank=0 if direct else meta.require("attention.q_lora_rank", int),
-        nope=k_dim - rope.dim,
+        nope=k_dim - shared,
         v_dim=meta.require("attention.value_length_mla", int),
     )
     magnitude = float(meta.get("rope.scaling.attn_factor", 1.0))
     grown = magnitude
-    if rope.yarn is not None:  # its magnitude is a part of the score scale, not of the rotation
+    if (
+        rope is not None and rope.yarn is not None
+    ):  # its magnitude is a part of the score scale, not of the rotation
         grown *= 1.0 + float(meta.get("rope.scaling.yarn_log_multiplier", 0.0)) * log(rope.scale)
     layer = replace(layer, latent=latent, scale=grown * grown / sqrt(k_dim))
     scale = float(meta.get("attention.temperature_scale", 0.0))

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from jaxllm.models.config import Columns, Experts, LayerConfig
-from jaxllm.models.layers import Array, DenseMLP, gated, linear, matrix, param
+from jaxllm.models.layers import Array, DenseMLP, Norm, activation, gated, linear, matrix, param
 
 BLOCK_ROWS = 32  # tokens of one expert that are multiplied at a time in a prefill chunk
 LEAST_SUM = 2.0**-14  # of the chosen scores: what they are divided by, at least
@@ -91,19 +91,42 @@ class SharedMLP(nnx.Module):
         return (y * jax.nn.sigmoid(logit)).astype(x.dtype)
 
 
+class Narrowing(nnx.Module):
+    """Two projections around experts that work in fewer channels, which every device has whole:
+    what leads back follows the sum over devices, and maybe a norm."""
+
+    def __init__(self, cfg: LayerConfig, embed: int, dtype: jnp.dtype):
+        assert cfg.experts is not None
+        self.width, name = cfg.experts.narrow, cfg.experts.narrow_name
+        shape, axes = (self.width, embed), ("latent", "embed")
+        self.down = matrix(shape, axes, (f"{name}_down.weight",), dtype)
+        self.up = matrix(shape[::-1], axes[::-1], (f"{name}_up.weight",), dtype)
+        norm = Norm(self.width, cfg.eps, f"{name}_norm.weight", axis="latent")
+        self.norm = norm if cfg.experts.narrow_norm else None
+
+    def finish(self, total: Array) -> Array:
+        """The sum over devices of what experts gave [B, T, narrow] and, after it, of what a MLP
+        beside them did [B, T, D] -> [B, T, D]."""
+        y, shared = jnp.split(total, (self.width,), axis=-1)
+        y = linear(y if self.norm is None else self.norm(y), self.up[...])
+        return y + shared if shared.shape[-1] else y
+
+
 class RoutedMLP(nnx.Module):
-    """sum over the chosen experts of weight * down(act(gate(x)) * up(x)): a partial
-    (Shazeer et al. 2017, with gated experts as in Jiang et al. 2024)."""
+    """sum over the chosen experts of weight * down(act(gate(x)) * up(x)), or without the gate: a
+    partial (Shazeer et al. 2017, with gated experts as in Jiang et al. 2024)."""
 
     def __init__(self, cfg: LayerConfig, columns: Columns, embed: int, dtype: jnp.dtype):
         assert cfg.experts is not None
         self.cfg, self.experts = cfg, cfg.experts
         n = cfg.experts.count
         self.router = Router(cfg.experts, embed)
-        joined = ("ffn_gate_up_exps",)
-        gate_up = joined if cfg.experts.joined else ("ffn_gate_exps", "ffn_up_exps")
+        joined, pair = ("ffn_gate_up_exps",), 2 if cfg.mlp_gated else 1
+        gate_up = joined if cfg.experts.joined else ("ffn_gate_exps", "ffn_up_exps")[-pair:]
+        self.narrowing = Narrowing(cfg, embed, dtype) if cfg.experts.narrow else None
+        whole, embed = embed, cfg.experts.narrow or embed
         self.gate_up = matrix(
-            (n, 2, columns.mlp, embed),
+            (n, pair, columns.mlp, embed),
             ("expert", "pair", "mlp", "embed"),
             tuple(f"{name}.weight" for name in gate_up),
             dtype,
@@ -117,25 +140,32 @@ class RoutedMLP(nnx.Module):
             form="experts_columns",
         )
         biases = tuple(f"{name}.bias" for name in gate_up)
-        shape, axes = (n, 2, columns.mlp), ("expert", "pair", "mlp")
+        shape, axes = (n, pair, columns.mlp), ("expert", "pair", "mlp")
         wanted = cfg.experts.biases
         self.gate_up_bias = param(shape, axes, biases, FLOAT, "experts_stack") if wanted else None
         axes, biases = ("expert", "embed"), ("ffn_down_exps.bias",)
         self.down_bias = param((n, embed), axes, biases, FLOAT, "once") if wanted else None
         self.down_scale = _each(n, "ffn_down_exps.scale" if cfg.experts.down_scale else None)
         shared = cfg.experts.shared
-        self.shared = SharedMLP(cfg, columns.shared, embed, dtype) if shared else None
+        self.shared = SharedMLP(cfg, columns.shared, whole, dtype) if shared else None
 
     def __call__(self, x: Array) -> Array:
-        """x [B, T, D] -> [B, T, D], to be summed over devices."""
+        """x [B, T, D] -> [B, T, D], to be summed over devices (or see `Narrowing`)."""
+        if self.narrowing is not None:
+            y = self.routed(linear(x, self.narrowing.down[...]), x)
+            return y if self.shared is None else jnp.concatenate([y, self.shared(x)], axis=-1)
         y = self.routed(x, x)
         y = y if self.shared is None else y + self.shared(x)
         return y if self.experts.blend == 1.0 else y * jnp.asarray(self.experts.blend, y.dtype)
 
+    def finish(self, total: Array, dtype: jnp.dtype) -> Array:
+        """What is added to the residual [B, T, D], of the sum over devices."""
+        return total if self.narrowing is None else self.narrowing.finish(total)
+
     def routed(self, x: Array, route: Array) -> Array:
         """The mixture alone, of x [B, T, D]; the router reads `route` [B, T, D]."""
         rows = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.router(route.reshape(rows.shape))
+        weights, chosen = self.router(route.reshape(-1, route.shape[-1]))
         # A step of one token a row multiplies each alone: its bits depend on no other row.
         block = 1 if x.shape[1] == 1 else min(BLOCK_ROWS, len(rows))
         y = self.run(rows, weights, chosen, block)
@@ -180,8 +210,11 @@ class RoutedMLP(nnx.Module):
         y = linear(rows, gate_up.reshape(-1, gate_up.shape[-1]))
         if self.gate_up_bias is not None:
             y = (y + self.gate_up_bias[...][expert].reshape(-1)).astype(rows.dtype)
-        gate, up = jnp.split(y, 2, axis=-1)
-        return linear(gated(self.cfg, gate, up), self.down[...][expert])
+        if self.cfg.mlp_gated:
+            y = gated(self.cfg, *jnp.split(y, 2, axis=-1))
+        else:
+            y = activation(self.cfg)(y)
+        return linear(y, self.down[...][expert])
 
 
 def feed_forward(

@@ -301,3 +301,18 @@ def with_windows(
         replace(layer, window=window, rope=layer.rope if window or rope_everywhere else None)
         for layer, window in zip(layers, windows, strict=True)
     ]
+
+
+def with_limits(meta: Metadata, layers: Sequence[LayerConfig]) -> list[LayerConfig]:
+    """The layers with the bounds that a file sets to both halves of their MLPs."""
+    stored = len(layers) + int(meta.get(DRAFTS, 0))
+    keys = "swiglu_clamp_exp", "swiglu_clamp_shexp"
+    limits, beside = (meta.per_layer(key, stored, 0.0)[: len(layers)] for key in keys)
+
+    def bound(layer: LayerConfig, limit: float, shared: float) -> LayerConfig:
+        if layer.experts is None:
+            return replace(layer, mlp_limit=shared)
+        experts = replace(layer.experts, shared_limit=shared)
+        return replace(layer, mlp_limit=limit, experts=experts)
+
+    return list(map(bound, layers, limits, beside))

@@ -5,12 +5,25 @@ A device has some of a layer's groups; its output is a partial, to be summed ove
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.layers import Array, linear, param
 from jaxllm.models.quantised import Quantised
 from jaxllm.models.sections import Section
+
+
+class Mixer(nnx.Module):
+    """A recurrent mixer over a device's own groups; most do without the other devices."""
+
+    __call__: Callable[..., tuple[Array, tuple[Array, ...]]]
+
+    def finish(self, total: Array, dtype: Any) -> Array:
+        """What is added to the residual [B, T, D], of the sum over devices."""
+        return total
 
 
 def into_groups(x: Array, w: Array | Quantised) -> Array:
@@ -25,11 +38,11 @@ def out_of_groups(o: Array, w: Array | Quantised) -> Array:
 
 
 def conv_taps(
-    groups: int, channels: int, kernel: int, source: str, sections: tuple[Section, ...]
+    groups: int, channels: int, kernel: int, sections: tuple[Section, ...], *source: str
 ) -> nnx.Param:
-    """The taps [G, C, K] of `causal_conv`, of the rows of one tensor that sections say."""
+    """The taps [G, C, K] of `causal_conv`, of the rows of tensors that sections say."""
     shape, axes = (groups, channels, kernel), ("state_group", "head_rows", "tap")
-    return param(shape, axes, (source,), jnp.dtype(jnp.float32), "sections", sections=sections)
+    return param(shape, axes, source, jnp.dtype(jnp.float32), "sections", sections=sections)
 
 
 def real_tokens(tokens: int, counts: Array) -> Array:

@@ -67,8 +67,6 @@ class LatentQKV(nnx.Module):
 class LatentOut(nnx.Module):
     """From weighted latent vectors to the partial of this device's own heads."""
 
-    sub_norm = None
-
     def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
         latent = cfg.latent
         assert latent is not None
@@ -81,7 +79,14 @@ class LatentOut(nnx.Module):
         )
         self.out = HeadsOut(replace(cfg, v_dim=latent.v_dim), kv_heads, embed, dtype)
 
+    def heads(self, o: Array) -> Array:
+        """Weighted latent vectors [B, T, K, G, C] -> values of heads [B, T, K, G, Hv]."""
+        return jnp.einsum("btkgc,kghc->btkgh", o, self.values[...], precision=precision_of(o))
+
     def __call__(self, o: Array) -> Array:
         """o [B, T, K, G, Hv] -> [B, T, D], to be summed over devices."""
-        o = jnp.einsum("btkgc,kghc->btkgh", o, self.values[...], precision=precision_of(o))
         return self.out(o)
+
+    def finish(self, total: Array, dtype: jnp.dtype) -> Array:
+        """What is added to the residual [B, T, D], of the sum over devices."""
+        return self.out.finish(total, dtype)

@@ -174,11 +174,19 @@ class SubNorm(nnx.Module):
     def __init__(self, weight: nnx.Param, size: int, eps: float):
         self.weight, self.size, self.eps = weight, size, eps
 
-    def project(self, x: Array, w: Array | Quantised) -> Array:
-        """x [B, T, own channels] times w [D, own channels]: float32 [B, T, D + 1]."""
+    def project(
+        self,
+        x: Array,
+        w: Array | Quantised,
+        factor: Array | None = None,
+        dtype: jnp.dtype | None = None,
+    ) -> Array:
+        """x [B, T, own channels] times w [D, own channels]: float32 [B, T, D + 1]. A factor of what
+        is normalised comes before w; the product is made in x's dtype, or that given."""
         y = x.astype(jnp.float32)
         squares = jnp.sum(y * y, axis=-1, keepdims=True)
-        partial = linear((y * self.weight[...].reshape(-1)).astype(x.dtype), w)
+        y = y * self.weight[...].reshape(-1)
+        partial = linear((y if factor is None else y * factor).astype(dtype or x.dtype), w)
         return jnp.concatenate([partial.astype(jnp.float32), squares], axis=-1)
 
     def finish(self, total: Array, dtype: jnp.dtype) -> Array:
@@ -253,11 +261,19 @@ class HeadsOut(nnx.Module):
             else None
         )
 
+    def heads(self, o: Array) -> Array:
+        """What attention gives [B, T, K, G, Hv], as a gate and the projection read it."""
+        return o
+
     def __call__(self, o: Array) -> Array:
         """o [B, T, K, G, Hv] -> [B, T, D], to be summed over devices (see `SubNorm`)."""
         w = self.weight[...]
         o, w = o.reshape(*o.shape[:2], -1), w.reshape(w.shape[0], -1)
         return linear(o, w) if self.sub_norm is None else self.sub_norm.project(o, w)
+
+    def finish(self, total: Array, dtype: jnp.dtype) -> Array:
+        """What is added to the residual [B, T, D], of the sum over devices."""
+        return total if self.sub_norm is None else self.sub_norm.finish(total, dtype)
 
 
 class DenseMLP(nnx.Module):
@@ -296,6 +312,10 @@ class DenseMLP(nnx.Module):
         """x [B, T, D] -> [B, T, D], to be summed over devices (see `SubNorm`)."""
         y, w = self.hidden(x), self.down[...]
         return linear(y, w) if self.sub_norm is None else self.sub_norm.project(y, w)
+
+    def finish(self, total: Array, dtype: jnp.dtype) -> Array:
+        """What is added to the residual [B, T, D], of the sum over devices."""
+        return total if self.sub_norm is None else self.sub_norm.finish(total, dtype)
 
     def hidden(self, x: Array) -> Array:
         """x [B, T, D] -> [B, T, own columns]."""
@@ -345,6 +365,10 @@ def activation(cfg: LayerConfig) -> Callable[[Array], Array]:
 
 def gated(cfg: LayerConfig, gate: Array, up: Array) -> Array:
     """The hidden values of a layer's gated MLP from its two halves."""
+    if cfg.activation == "situ":  # Kimi K3: SiLU of a bounded gate, and a bounded linear half
+        bound, other = cfg.situ
+        up = other * jnp.tanh(up / other) if other > 0.0 else up
+        return bound * jnp.tanh(gate / bound) * jax.nn.sigmoid(gate) * up
     if cfg.activation != "clamped_swiglu":
         gate, limit = activation(cfg)(gate), cfg.mlp_limit
         if limit:

@@ -5,11 +5,14 @@ A head has a memory M [key, value]. A token with key k, value v, query q and dec
     M = exp(g) M;    d = v;    M = M + k d;    o = q M
 
 where k d is the outer product. With a rate b it corrects the memory instead of adding to it (the
-gated delta rule, Yang et al. 2024): d = b (v - k M), of the faded memory.
+gated delta rule, Yang et al. 2024): d = b (v - k M), of the faded memory. The decay is one number
+for all of M, one a key, or one a key and value.
 
-One token at a time that is `memory_step`. `memory_chunks` takes in many at once: a chunk costs
-matrix products, its corrections solve one triangular system, and the memory moves on once a chunk.
-Both give the same up to rounding. A token with g = 0 and v = 0, or b = 0, changes nothing.
+One token at a time that is `memory_step`. Many at once are `memory_chunks`, unless each key and
+value fades by its own: a chunk costs matrix products, its corrections solve one triangular system,
+and the memory moves on once a chunk. Otherwise they are `memory_scan`, which has all memories of a
+few tokens side by side. A step and these give the same up to rounding. A token with g = 0 and
+v = 0, or b = 0, changes nothing.
 
 Heads of one group share keys and queries: r heads of each of "..." groups.
 """
@@ -23,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.models.layers import Array
-from jaxllm.models.recurrent import CHUNK
+from jaxllm.models.recurrent import CHUNK, SHORT_CHUNK
 
 product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
@@ -31,9 +34,9 @@ product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 def memory_step(
     q: Array, k: Array, v: Array, g: Array, memory: Array, b: Array | None = None
 ) -> tuple[Array, Array]:
-    """One token: q and k [..., S], v [..., r, V], g and b [..., r] with memory [..., r, S, V] ->
-    outputs [..., r, V] and the memory after it."""
-    memory = memory * jnp.exp(g)[..., None, None]
+    """One token: q and k [..., S], v [..., r, V], g [..., r, S or 1, V or 1] and b [..., r] with
+    memory [..., r, S, V] -> outputs [..., r, V] and the memory after it."""
+    memory = memory * jnp.exp(g)
     d = v if b is None else b[..., None] * (v - product("...k,...rkv->...rv", k, memory))
     memory = memory + k[..., None, :, None] * d[..., None, :]
     return product("...k,...rkv->...rv", q, memory), memory
@@ -46,33 +49,57 @@ def memory_chunks(
     g: Array,
     memory: Array,
     b: Array | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Array, Array]:
-    """T tokens: q and k [..., T, S], v [..., r, T, V], g and b [..., r, T] with memory
-    [..., r, S, V] -> outputs [..., r, T, V] and the memory after them."""
+    """T tokens: q and k [..., T, S], v [..., r, T, V], g [..., r, T, S or 1] and b [..., r, T] with
+    memory [..., r, S, V] -> outputs [..., r, T, V] and the memory after them."""
     tokens = q.shape[-2]
-    chunk = min(chunk, tokens)
-    q, k, v, g = (_cut(a, chunk, axis) for a, axis in ((q, -2), (k, -2), (v, -2), (g, -1)))
-    since = jnp.exp(jnp.cumsum(g, axis=-1))  # from the chunk's beginning
+    chunk = min(chunk or (CHUNK if g.shape[-1] == 1 else SHORT_CHUNK), tokens)
+    q, k, v, g = (_cut(a, chunk, -2) for a in (q, k, v, g))
+    since = jnp.exp(jnp.cumsum(g, axis=-2))  # from the chunk's beginning
     decay = _between(g)
     own, read = v, None
     if b is not None:
         own, read = _corrections(k, v, _cut(b, chunk, -1), since, decay)
-    seen = decay * product("...tk,...sk->...ts", q, k)[..., None, :, :]
-    asked = since[..., None] * q[..., None, :, :]
-    written = decay[..., -1, :, None] * k[..., None, :, :]
+    seen = _faded_products(q, k, decay)
+    asked = since * q[..., None, :, :]
+    written = decay[..., -1, :, :] * k[..., None, :, :]
 
     def one(memory: Array, parts: tuple[Array | None, ...]) -> tuple[Array, Array]:
         own, read, seen, asked, written, kept = parts
         assert own is not None and kept is not None
         d = own if read is None else own - product("...tk,...kv->...tv", read, memory)
         o = product("...tk,...kv->...tv", asked, memory) + product("...ts,...sv->...tv", seen, d)
-        memory = kept[..., None, None] * memory + product("...tk,...tv->...kv", written, d)
+        memory = kept[..., None] * memory + product("...tk,...tv->...kv", written, d)
         return memory, o
 
-    memory, o = lax.scan(one, memory, (own, read, seen, asked, written, since[..., -1]))
-    o = jnp.moveaxis(o, 0, -3)
-    return o.reshape(*o.shape[:-3], -1, o.shape[-1])[..., :tokens, :], memory
+    memory, o = lax.scan(one, memory, (own, read, seen, asked, written, since[..., -1, :]))
+    return _joined(o, tokens), memory
+
+
+def memory_scan(
+    q: Array, k: Array, v: Array, step: Array, rate: Array, memory: Array, chunk: int = SHORT_CHUNK
+) -> tuple[Array, Array]:
+    """T tokens where g [S, V] of a token is its step [V] times a rate [S, V]: q and k [..., T, S],
+    v and step [..., r, T, V], rate and memory [..., r, S, V] -> outputs [..., r, T, V] and the
+    memory after them."""
+    tokens = q.shape[-2]
+    parts = tuple(_cut(a, min(chunk, tokens), -2) for a in (q, k, v, step))
+
+    def both(one: tuple[Array, Array], then: tuple[Array, Array]) -> tuple[Array, Array]:
+        """What is kept and written by some tokens and then by others."""
+        return one[0] * then[0], one[1] * then[0] + then[1]
+
+    def one(memory: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, step = parts
+        kept = jnp.exp(step[..., None, :] * rate[..., None, :, :])  # [..., r, t, S, V]
+        written = k[..., None, :, :, None] * v[..., None, :]
+        kept, written = lax.associative_scan(both, (kept, written), axis=kept.ndim - 3)
+        memories = kept * memory[..., None, :, :] + written
+        return memories[..., -1, :, :], product("...tk,...rtkv->...rtv", q, memories)
+
+    memory, o = lax.scan(one, memory, parts)
+    return _joined(o, tokens), memory
 
 
 def _cut(a: Array, chunk: int, axis: int) -> Array:
@@ -84,15 +111,30 @@ def _cut(a: Array, chunk: int, axis: int) -> Array:
     return jnp.moveaxis(a, axis, 0)
 
 
+def _joined(o: Array, tokens: int) -> Array:
+    """[chunks, ..., chunk, V] -> [..., T, V] without the tokens that filled the last chunk."""
+    o = jnp.moveaxis(o, 0, -3)
+    return o.reshape(*o.shape[:-3], -1, o.shape[-1])[..., :tokens, :]
+
+
 def _between(g: Array) -> Array:
-    """Decay [..., t, s] from after token s to token t of log decays g [..., T]; zero for s > t.
+    """Decay [..., t, s, K] from after token s to token t of log decays g [..., T, K]; zero for
+    s > t.
 
     Each is summed for itself: differences of long sums would lose the last places.
     """
-    size = g.shape[-1]
-    after = jnp.tril(jnp.ones((size, size), bool), -1)
-    sums = jnp.cumsum(jnp.where(after, g[..., None], 0.0), axis=-2)
-    return jnp.where(jnp.tril(jnp.ones((size, size), bool)), jnp.exp(sums), 0.0)
+    size = g.shape[-2]
+    upto, after = (jnp.tril(jnp.ones((size, size), bool), k)[..., None] for k in (0, -1))
+    sums = jnp.cumsum(jnp.where(after, g[..., None, :], 0.0), axis=-3)
+    return jnp.where(upto, jnp.exp(sums), 0.0)
+
+
+def _faded_products(q: Array, k: Array, decay: Array) -> Array:
+    """q_t . k_s [..., r, t, s] of q and k [..., T, S], each key faded by decay [..., r, t, s, K]
+    from s to t."""
+    if decay.shape[-1] == 1:
+        return decay[..., 0] * product("...tk,...sk->...ts", q, k)[..., None, :, :]
+    return jnp.sum(q[..., None, :, None, :] * decay * k[..., None, None, :, :], axis=-1)
 
 
 def _corrections(k: Array, v: Array, b: Array, since: Array, decay: Array) -> tuple[Array, Array]:
@@ -100,10 +142,10 @@ def _corrections(k: Array, v: Array, b: Array, since: Array, decay: Array) -> tu
     those before it in the chunk have written."""
     size = k.shape[-2]
     strict = jnp.tril(jnp.ones((size, size), bool), -1)
-    alike = jnp.where(strict, product("...tk,...sk->...ts", k, k)[..., None, :, :], 0.0)
-    keys = (b * since)[..., None] * k[..., None, :, :]
+    alike = jnp.where(strict, _faded_products(k, k, decay), 0.0)
+    keys = b[..., None] * since * k[..., None, :, :]
     solved = jax.scipy.linalg.solve_triangular(
-        b[..., None] * decay * alike + jnp.eye(size),
+        b[..., None] * alike + jnp.eye(size),
         jnp.concatenate([b[..., None] * v, keys], axis=-1),
         lower=True,
         unit_diagonal=True,

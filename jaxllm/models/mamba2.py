@@ -10,18 +10,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.grouped import conv_taps, into_groups, out_of_groups, real_tokens
+from jaxllm.models.grouped import Mixer, conv_taps, into_groups, out_of_groups, real_tokens
 from jaxllm.models.layers import Array, matrix, normalise, param
 from jaxllm.models.linear_memory import memory_chunks, memory_step
 from jaxllm.models.recurrent import Mamba2
 from jaxllm.models.sections import together
 
 
-class Mamba2Mixer(nnx.Module):
+class Mamba2Mixer(Mixer):
     """Projection, convolution, memory, gate, norm and output over a device's own groups."""
 
     def __init__(self, cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype):
@@ -49,7 +48,7 @@ class Mamba2Mixer(nnx.Module):
             sections=(gate, *channels(inner), step),
         )
         source = "ssm_conv1d.weight"
-        self.taps = conv_taps(groups, net.channels, net.kernel, source, channels(0))
+        self.taps = conv_taps(groups, net.channels, net.kernel, channels(0), source)
         self.conv_bias = make(
             (groups, net.channels), axes, ("ssm_conv1d.bias",), f32, sections=channels(0)
         )
@@ -88,11 +87,11 @@ class Mamba2Mixer(nnx.Module):
         written, skipped = v * step[..., None], v * self.skip[...][:, None]
         if tokens == 1:
             q, k, written, g = (a[:, :, 0] for a in (q, k, written, g))
-            o, memory = memory_step(q, k, written, g, memory)
+            o, memory = memory_step(q, k, written, g[..., None, None], memory)
             o = o[:, :, None]
         else:
             written, g = (jnp.moveaxis(a, 2, 3) for a in (written, g))
-            o, memory = memory_chunks(q, k, written, g, memory)
+            o, memory = memory_chunks(q, k, written, g[..., None], memory)
             o = jnp.moveaxis(o, 3, 2)
         o = (o + skipped).reshape(z.shape) * jax.nn.silu(z)
         if self.norm is not None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
 from jaxllm.models.config import LayerConfig
-from jaxllm.models.delta import GatedDeltaNet
+from jaxllm.models.delta import GatedDeltaNet, KimiDeltaMixer
+from jaxllm.models.grouped import Mixer
+from jaxllm.models.lightning import LightningMixer
 from jaxllm.models.mamba2 import Mamba2Mixer
-from jaxllm.models.recurrent import DeltaNet, Mamba2, ShortConv
+from jaxllm.models.recurrent import DeltaNet, KimiDelta, Lightning, Mamba2, Selective, ShortConv
+from jaxllm.models.selective import SelectiveMixer
 from jaxllm.models.short_conv import ShortConvMixer
 
-Mixer: TypeAlias = GatedDeltaNet | Mamba2Mixer | ShortConvMixer
-KINDS: Mapping[type, type[Mixer]] = {
+KINDS: Mapping[type, Callable[..., Mixer]] = {
     DeltaNet: GatedDeltaNet,
+    KimiDelta: KimiDeltaMixer,
+    Lightning: LightningMixer,
     Mamba2: Mamba2Mixer,
+    Selective: SelectiveMixer,
     ShortConv: ShortConvMixer,
 }
 

@@ -18,6 +18,7 @@ from jaxllm.models.family import (
     read_model,
     read_positive,
     read_windows,
+    with_limits,
     with_windows,
 )
 from jaxllm.models.mixtures import ATTN_POST, DENSE, SIGMOID, SOFTMAX
@@ -148,22 +149,14 @@ def _step35(meta: Metadata, tensors: Tensors) -> ModelConfig:
     bounded, in layers that say so."""
     layers = read_layer(meta, tensors, "halves", routing=SIGMOID)
     layers = with_windows(layers, read_windows(meta, len(layers), period=0), rope_everywhere=True)
-    limits, beside = (
-        meta.per_layer(f"swiglu_clamp_{kind}", len(layers), 0.0) for kind in ("exp", "shexp")
-    )
 
-    def adapt(layer: LayerConfig, limit: float, shared: float) -> LayerConfig:
-        if layer.experts is None:
-            layer = replace(layer, mlp_limit=shared)
-        else:
-            experts = replace(layer.experts, shared_limit=shared)
-            layer = replace(layer, mlp_limit=limit, experts=experts)
+    def adapt(layer: LayerConfig) -> LayerConfig:
         if layer.window:
             return _own_theta(meta, layer.with_rope(factors=None), 10000.0)
         dim = 0 if layer.rope is None else layer.rope.dim
         return layer.with_rope(dim=dim // 2, factor_rows=dim // 2)
 
-    layers = list(map(adapt, layers, limits, beside))
+    layers = list(map(adapt, with_limits(meta, layers)))
     return read_model(meta, tensors, layers, unused=DENSE)
 
 

@@ -25,19 +25,21 @@ def _configure(meta: Metadata, tensors: Tensors, pictures: bool) -> ModelConfig:
         meta.require("rope.dimension_sections")
         check_sections(meta, layers, interleaved=True)
     net = _delta_net(meta, tensors, tiled=pictures)
-    linear = _linear_layers(meta, len(layers))
-    mixed = [_linear(own, net) if linear[i] else _gated(own, i) for i, own in enumerate(layers)]
+    linear = linear_layers(meta, len(layers), INTERVAL)
+    mixed = [
+        own.without_attention(net) if linear[i] else _gated(own, i) for i, own in enumerate(layers)
+    ]
     # Where both ways to store what a delta net reads are there, llama.cpp takes the newer.
     return read_model(meta, tensors, mixed, unused=(".ssm_in.weight",))
 
 
-def _linear_layers(meta: Metadata, count: int) -> list[bool]:
-    """Whether each layer is a delta net: as the file says, or all but every fourth."""
+def linear_layers(meta: Metadata, count: int, interval: int) -> list[bool]:
+    """Whether each layer is linear: as the file says, or all but the last of each interval."""
     key = "attention.recurrent_layers"
     if key in meta:
         stored = count + int(meta.get(DRAFTS, 0))
         return [bool(own) for own in meta.per_layer(key, stored)][:count]
-    interval = int(meta.get("full_attention_interval", INTERVAL))
+    interval = int(meta.get("full_attention_interval", interval))
     if interval < 1:
         raise ModelError(
             f"{meta.architecture}.full_attention_interval is {interval}; it must be at least 1"
@@ -56,12 +58,6 @@ def _delta_net(meta: Metadata, tensors: Tensors, tiled: bool) -> DeltaNet:
         )
     joined = any(name.endswith("ssm_ba.weight") for name in tensors)
     return DeltaNet(keys, values // keys, dim, kernel, tiled, joined)
-
-
-def _linear(layer: LayerConfig, net: DeltaNet) -> LayerConfig:
-    """A layer without attention: what its tensors seemed to say of attention does not count."""
-    bare = dict(qkv_joined=None, out_gate=0, qk_norm=False, qkv_bias=False, rope=None)
-    return replace(layer, kv_heads=0, q_per_kv=1, recurrent=net, **bare)
 
 
 def _gated(layer: LayerConfig, index: int) -> LayerConfig:

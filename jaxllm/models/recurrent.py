@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class Recurrent(Protocol):
-    """A kind of recurrent layer: its groups, and the shapes of what each keeps."""
+    """A kind of recurrent layer: its groups, and the shapes of what each keeps.
+
+    Where it is `summed`, something is made of the channels of all groups before their memories can
+    go on: devices sum their parts of it.
+    """
+
+    summed: ClassVar[bool]
 
     @property
     def groups(self) -> int: ...
@@ -41,6 +47,8 @@ class DeltaNet:
     value heads of a group stand together in tensors, or are `groups` apart where they are `tiled`.
     """
 
+    summed: ClassVar[bool] = False
+
     groups: int
     v_heads: int  # of a group
     dim: int  # of a key, a query and a value
@@ -63,13 +71,65 @@ class DeltaNet:
         return 4 * self.channels + self.v_heads * (6 * self.dim + 4 * CHUNK)
 
 
-CHUNK = 64  # tokens that a delta net takes in at once
+CHUNK = 64  # tokens that a memory takes in at once
+SHORT_CHUNK = 16  # where not all of it fades alike
+
+
+@dataclass(frozen=True)
+class KimiDelta:
+    """Kimi delta attention: see `jaxllm.models.delta`. A group is one head, whose memory forgets
+    each key at a rate of its own.
+
+    `decay` and `gate` are the tensors that make decays and the output's gate, a narrow one for all
+    heads before that of each head, or that alone.
+    """
+
+    summed: ClassVar[bool] = False
+
+    groups: int
+    dim: int  # of a key, a query and a value
+    kernel: int  # tokens that the convolutions see
+    decay: tuple[str, ...]
+    gate: tuple[str, ...]
+    floor: float | None = None  # of the log decays, where a sigmoid spreads them from zero to it
+    sign: int = 1  # of what is stored as the rate before that sigmoid
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The last inputs of the convolutions, and the memory [key, value]."""
+        return (self.kernel - 1, 3 * self.dim), (1, self.dim, self.dim)
+
+    @property
+    def work(self) -> int:
+        """Decays stand between each two tokens of a chunk."""
+        return (24 + 3 * SHORT_CHUNK) * self.dim
+
+
+@dataclass(frozen=True)
+class Lightning:
+    """Lightning attention: see `jaxllm.models.lightning`. A group is one head."""
+
+    summed: ClassVar[bool] = False
+
+    groups: int
+    dim: int  # of a key, a query and a value
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The memory [key, value]."""
+        return ((1, self.dim, self.dim),)
+
+    @property
+    def work(self) -> int:
+        return 16 * self.dim + 4 * CHUNK
 
 
 @dataclass(frozen=True)
 class Mamba2:
     """Mamba 2: see `jaxllm.models.mamba2`. A group is some heads with the key and query that they
     share, and with a norm of its own."""
+
+    summed: ClassVar[bool] = False
 
     groups: int
     heads: int  # of a group
@@ -97,6 +157,8 @@ class Mamba2:
 class ShortConv:
     """A gated short convolution over groups of channels: see `jaxllm.models.short_conv`."""
 
+    summed: ClassVar[bool] = False
+
     groups: int
     channels: int  # of a group
     kernel: int
@@ -109,3 +171,37 @@ class ShortConv:
     @property
     def work(self) -> int:
         return 6 * self.channels
+
+
+@dataclass(frozen=True)
+class Selective:
+    """Mamba 1 and the heads of PLaMo 2: see `jaxllm.models.selective`. A group is some channels;
+    its keys, queries and steps are made of the channels of all groups.
+
+    A channel of Mamba 1 has a step of its own and a rate of fading a key. Those of a head share
+    one step and one rate; then a group is a head.
+    """
+
+    summed: ClassVar[bool] = True
+
+    groups: int
+    channels: int  # of a group
+    keys: int  # values of a key and of a query
+    rank: int  # values that steps are made of
+    kernel: int  # tokens that the convolution sees
+    heads: bool
+    conv_bias: bool
+    normed: bool  # keys, queries and what steps are made of, each
+    weighted: bool  # those norms have weights
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """The last inputs of the convolution, and the memory [key, channel]."""
+        return (self.kernel - 1, self.channels), (self.keys, self.channels)
+
+    @property
+    def work(self) -> int:
+        """What is made of the channels of all groups is counted with each, and the memories that
+        stand side by side as if a chunk had 512 tokens."""
+        beside = 4 * CHUNK if self.heads else self.keys * self.channels * 4 * SHORT_CHUNK // 512
+        return 8 * self.channels + 2 * self.keys + self.rank + beside

@@ -73,8 +73,19 @@ def read_experts(
         shared_gate=f"{prefix}ffn_gate_inp_shexp.weight" in tensors,
         blend=routing.blend if shared else 1.0,
         reads=routing.reads,
+        **_narrow(tensors, prefix),
     )
     return {"experts": experts, "mlp": _columns(tensors, f"{prefix}ffn_down_exps.weight")}
+
+
+def _narrow(tensors: Tensors, prefix: str) -> dict[str, Any]:
+    """The projections around experts that work in a width of their own, where there are any."""
+    for name in ("ffn_latent", "ffn_routed"):
+        down = tensors.get(f"{prefix}{name}_down.weight")
+        if down is not None:
+            norm = f"{prefix}{name}_norm.weight" in tensors
+            return dict(narrow=down.shape[0], narrow_name=name, narrow_norm=norm)
+    return {}
 
 
 def _columns(tensors: Tensors, name: str, default: int | None = None) -> int:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
-from jaxllm.models.grouped import conv_taps, into_groups, out_of_groups
+from jaxllm.models.grouped import Mixer, conv_taps, into_groups, out_of_groups
 from jaxllm.models.layers import Array, matrix
 from jaxllm.models.recurrent import ShortConv
 from jaxllm.models.sections import together
 
 
-class ShortConvMixer(nnx.Module):
+class ShortConvMixer(Mixer):
     """Both projections and the convolution over a device's own groups of channels."""
 
     def __init__(self, cfg: LayerConfig, groups: int, embed: int, dtype: jnp.dtype):
@@ -30,7 +29,7 @@ class ShortConvMixer(nnx.Module):
             sections=tuple(together(i * whole, net.channels) for i in range(3)),
         )
         source, own = "shortconv.conv.weight", (together(0, net.channels),)
-        self.taps = conv_taps(groups, net.channels, net.kernel, source, own)
+        self.taps = conv_taps(groups, net.channels, net.kernel, own, source)
         self.out = matrix(
             (embed, groups, net.channels),
             ("embed", "state_group", "head_rows"),

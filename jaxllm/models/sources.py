@@ -8,6 +8,7 @@ A parameter's `form` says how GGUF tensors, seen as [rows, columns], are laid to
     qkv      query, key and value rows of each KV group together
     q_heads, k_heads   rows of the query heads or of the keys, by KV group
     alibi    no tensor: the slope of each query head
+    fading   no tensor: the log decay of each head of lightning attention
     experts_columns, experts_stack   of every expert of a mixture, columns or stack
     once     one tensor as it is on one device of its layer, zeros on the others
     sections, section_columns   rows, or columns of one tensor, that `Slot.sections` tells a group
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -46,6 +48,11 @@ def _flat(index: slice, unit: int) -> slice:
 
 def _shift(index: slice, by: int) -> slice:
     return slice(index.start + by, index.stop + by)
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without the dims of size one that converters may have kept."""
+    return tuple(n for n in shape if n != 1)
 
 
 class TensorSource(ABC):
@@ -81,7 +88,7 @@ class TensorSource(ABC):
             return [slot.shape[1:]] * 2
         if slot.form in HEAD_FORMS:
             return [(slot.shape[0] // self._repeat(slot) * slot.shape[1], *slot.shape[2:])]
-        if slot.form == "alibi":
+        if slot.form in ("alibi", "fading"):
             return []
         if slot.form == "experts_stack":
             n, pair, columns, *rest = slot.shape
@@ -138,6 +145,12 @@ class TensorSource(ABC):
             layer = self._layer(slot)
             heads = alibi_slopes(layer.kv_heads * layer.q_per_kv, layer.alibi)
             out[...] = heads.reshape(slot.shape)[index]
+        elif slot.form == "fading":
+            # Less the later a layer is; the last but hardly forgets (MiniMax-01, section 2.2).
+            assert slot.layer is not None
+            part = slot.layer / max(1, len(self.cfg.layers) - 1)
+            slopes = alibi_slopes(slot.shape[0], 8.0) * (1.0 - part + 1e-5)
+            out[...] = -slopes.reshape(slot.shape)[index]
         elif slot.form == "experts_stack":
             self._fill_experts_stack(slot, tensors, index, out)
         elif slot.form == "experts_columns":
@@ -168,7 +181,7 @@ class TensorSource(ABC):
             for i, half in enumerate(own):
                 if len(tensors) == 1:
                     tensor, first = tensors[0], i * columns
-                    block = expert * 2 * columns
+                    block = expert * slot.shape[1] * columns
                 else:
                     tensor, first, block = tensors[i], 0, expert * columns
                 if half.ndim == 1:  # a bias: one row an expert
@@ -284,7 +297,7 @@ class GGUFSource(TensorSource):
                     problems.append(f"{name} is missing")
                 elif not supported(info.type):
                     problems.append(f"{name} is stored as {info.type.name}, which cannot be read")
-                elif tuple(info.shape) != want:
+                elif _bare(info.shape) != _bare(want):
                     problems.append(f"{name} is {list(info.shape)}, expected {list(want)}")
         if problems:
             more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
@@ -310,7 +323,7 @@ class GGUFSource(TensorSource):
     def copy(
         self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: Buffer
     ) -> None:
-        info = self.file.tensors[name]
+        info = replace(self.file.tensors[name], shape=shape)
         if isinstance(out, Quantised):
             for start, raw, first in iter_raw_chunks(info, rows, columns):
                 own = out[start - rows.start : start - rows.start + len(raw)]

@@ -11,7 +11,7 @@ from jaxllm.models.config import SANDWICH, Experts, Latent, Norms, NormStyle, Ro
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.early import EarlyBlock
 from jaxllm.models.gemma4 import Gemma4Block
-from jaxllm.models.recurrent import DeltaNet, Mamba2, ShortConv
+from jaxllm.models.recurrent import DeltaNet, Mamba2, Selective, ShortConv
 from support import layer_config, model_config, small_model, with_layers
 
 HALVES = Rope(theta=10000.0, dim=16, pairs="halves")
@@ -101,18 +101,32 @@ def _latent() -> ModelConfig:
 
 def _recurrent() -> ModelConfig:
     """Five groups of a delta net, in turns with gated attention, beside Mamba 2 in one layer; one
-    layer has no MLP and one nothing else."""
+    layer has no MLP and one nothing else. Channels of Mamba 1, and heads of channels, whose devices
+    sum something midway."""
     gated = layer_config(8, 2, 16, mlp=211, scale=0.25, gated_q=True, out_gate=16, qk_norm=True)
     bare = replace(gated, kv_heads=0, gated_q=False, out_gate=0, qk_norm=False, rope=None)
     net = DeltaNet(groups=5, v_heads=2, dim=8, kernel=4, tiled=True, joined=False)
     mamba = Mamba2(groups=5, heads=2, dim=8, keys=16, kernel=3, normed=True)
     conv = ShortConv(groups=2, channels=32, kernel=3)
+    channels = Selective(
+        5,
+        channels=12,
+        keys=8,
+        rank=6,
+        kernel=4,
+        heads=False,
+        conv_bias=True,
+        normed=True,
+        weighted=True,
+    )
     layers = [
         replace(bare, recurrent=net),
         replace(gated, recurrent=mamba),
         replace(bare, recurrent=replace(net, tiled=False, joined=True), mlp=0),
         bare,
         replace(bare, recurrent=conv),
+        replace(bare, recurrent=channels),
+        replace(bare, recurrent=replace(channels, heads=True, conv_bias=False), mlp=0),
     ]
     return model_config(layers)
 

@@ -120,6 +120,41 @@ def test_experts(experts: Experts, tokens: int):
     np.testing.assert_allclose(found[0], expected, rtol=2e-4, atol=1e-4)
 
 
+def test_experts_without_gates_in_fewer_channels():
+    """On two devices: what leads back to the model's width, norm and all, follows their sum."""
+    narrow, shared = 12, 6
+    experts = replace(SIX, narrow=narrow, narrow_name="ffn_latent", narrow_norm=True, shared=shared)
+    cfg = layer_config(
+        1, 1, 16, mlp=COLUMNS, experts=experts, mlp_gated=False, activation="relu2", eps=1e-5
+    )
+    x, total = _draw(1, TOKENS, EMBED), jnp.zeros(())
+    up, down = _draw(6, COLUMNS, narrow, seed=2), _draw(6, narrow, COLUMNS, seed=3)
+    beside = _draw(shared, EMBED, seed=4), _draw(EMBED, shared, seed=5)
+    lead, back = _draw(narrow, EMBED, seed=6), _draw(EMBED, narrow, seed=7)
+    for own, part in ((slice(0, 5), slice(0, 4)), (slice(5, 8), slice(4, 6))):
+        columns = Columns(own.stop - own.start, part.stop - part.start)
+        mixture = RoutedMLP(cfg, columns, EMBED, F32)
+        mixture.router.weight[...] = jnp.asarray(_draw(6, EMBED, seed=1))
+        mixture.gate_up[...] = jnp.asarray(up[:, None, own])
+        mixture.down[...] = jnp.asarray(down[..., own])
+        assert mixture.shared is not None and mixture.narrowing is not None
+        mixture.shared.dense.up[...] = jnp.asarray(beside[0][part])
+        mixture.shared.dense.down[...] = jnp.asarray(beside[1][:, part])
+        mixture.narrowing.down[...], mixture.narrowing.up[...] = map(jnp.asarray, (lead, back))
+        assert mixture.narrowing.norm is not None and mixture.narrowing.norm.weight is not None
+        mixture.narrowing.norm.weight[...] = jnp.full(narrow, 1.5)
+        total = total + mixture(jnp.asarray(x))
+    found = np.asarray(mixture.finish(total, F32))
+    weights, chosen = (np.asarray(a) for a in mixture.router(jnp.asarray(x[0])))
+    for token, row in enumerate(x[0]):
+        y = np.zeros(narrow)
+        for weight, e in zip(weights[token], chosen[token], strict=True):
+            y += weight * down[e] @ np.maximum(up[e] @ lead @ row, 0.0) ** 2
+        y = back @ (1.5 * y / np.sqrt(np.mean(y * y) + 1e-5))
+        y += beside[1] @ np.maximum(beside[0] @ row, 0.0) ** 2
+        np.testing.assert_allclose(found[0, token], y, rtol=2e-4, atol=1e-3)
+
+
 class _Arrays(TensorSource):
     """Tensors given as arrays."""
 
