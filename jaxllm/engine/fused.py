@@ -99,7 +99,9 @@ def forward(
         else:
             read = block.enter_mlp(x)
         if cfg.mlp:
-            x = block.join_mlp(x, total(block.mlp(read)))
+            begun, part = block.begin_mlp(read)
+            part = None if part is None else total(part)
+            x = block.join_mlp(x, total(block.end_mlp(begun, part)))
     return x, Cache(tuple(rings.values()), tuple(states.values()))
 
 

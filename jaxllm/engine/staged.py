@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,6 +57,7 @@ class StagedEngine(Engine):
         options = plan.options
         self.owners = models[0].cfg.owners  # whose cache each layer reads
         self.norms_heads = [cfg.needs_squares for cfg in models[0].cfg.layers]
+        self.sums_columns = [cfg.sums_columns for cfg in models[0].cfg.layers]
         self.page = options.page
         self.floor = np.zeros(options.slots, np.int32)
         self.stores = [
@@ -296,6 +298,7 @@ class _Forward:
         self.heads: dict[int, Heads] = {}  # of a layer whose norms wait for a sum
         self.queries: dict[int, Queries] = {}
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
+        self.begun_mlps: dict[int, Any] = {}  # of a layer whose MLP waits for a sum
 
     def run(self) -> dict[int, Array]:
         engine, plan = self.engine, self.engine.plan
@@ -321,9 +324,14 @@ class _Forward:
                 self._run(device, ("out",), index)
             if layer.mixer_devices:
                 self._exchange(layer.devices)
+            waits = len(layer.mlp_devices) > 1 and engine.sums_columns[index]
             for device in layer.devices:
-                work = ("after", "mlp") if device in layer.mlp_devices else ("after",)
-                self._run(device, work, index)
+                work = ("begin_mlp" if waits else "mlp",) if device in layer.mlp_devices else ()
+                self._run(device, ("after", *work), index)
+            if waits:
+                self._exchange(layer.mlp_devices)
+                for device in layer.mlp_devices:
+                    self._run(device, ("end_mlp",), index)
             if layer.mlp_devices:
                 self._finish(index, tuple(targets))
             else:
@@ -411,6 +419,7 @@ class _Forward:
             queries=self.queries.pop(device, None) if out else None,
             tail=rings.get(engine.owners[here]) if out and here is not None else None,
             mixed=self.mixed.pop(device, None) if out else None,
+            begun_mlp=self.begun_mlps.pop(device, None),
         )
         result = stage(
             given,
@@ -432,6 +441,8 @@ class _Forward:
             self.queries[device] = result.queries
         if result.ring is not None and there is not None:
             rings[there] = result.ring
+        if result.begun_mlp is not None:
+            self.begun_mlps[device] = result.begun_mlp
         if result.mixed is not None:
             self.mixed[device] = result.mixed
         if result.state is not None and there is not None:

@@ -68,6 +68,7 @@ class StageIn(NamedTuple):
     queries: Queries | None = None
     tail: Ring | None = None  # of the layer that ends
     mixed: Array | None = None  # partial of its recurrent mixer
+    begun_mlp: Any = None  # of the layer that ends, where its MLP waited for a sum
 
 
 class StageOut(NamedTuple):
@@ -80,6 +81,7 @@ class StageOut(NamedTuple):
     ring: Ring | None  # of the layer that begins
     mixed: Array | None  # partial of its recurrent mixer, for the stage in which it ends
     state: State | None  # of the layer that begins
+    begun_mlp: Any  # of a layer whose MLP waits for a sum
 
 
 @partial(
@@ -104,7 +106,7 @@ def stage(
     old: Any = None if here is None else here.block.bind(given.here)
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
-    heads, read, mixed = given.heads, None, None
+    heads, read, mixed, begun_mlp = given.heads, None, None, None
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
@@ -145,7 +147,12 @@ def stage(
             x, read = old.join_attention(x, total)
             total, changed = None, True
         elif piece == "mlp":
-            total = old.mlp(read)
+            begun_mlp, total = old.begin_mlp(read)
+            total = old.end_mlp(begun_mlp, total)
+        elif piece == "begin_mlp":
+            begun_mlp, total = old.begin_mlp(read)
+        elif piece == "end_mlp":
+            total, begun_mlp = old.end_mlp(given.begun_mlp, total), None
         elif piece == "join":
             x, total, changed = old.join_mlp(x, total), None, True
     return StageOut(
@@ -156,6 +163,7 @@ def stage(
         None if begun is None else ring,
         mixed,
         None if mixed is None else state,
+        begun_mlp,
     )
 
 

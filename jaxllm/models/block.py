@@ -10,7 +10,9 @@ An engine calls, in this order, for every layer:
     o       = attention of q over the cache, k and v included
     r, s    = block.recur(x, s, counts)
     x, read = block.join_attention(x, sum over devices of block.after_attention(o, x) + r)
-    x       = block.join_mlp(x, sum over devices of block.mlp(read))
+    begun, part = block.begin_mlp(read)
+    total   = sum over devices of part, where there is one
+    x       = block.join_mlp(x, sum over devices of block.end_mlp(begun, total))
 
 `BlockDef` is a block without its values: hashable, one object a shape, so that layers and models
 of one shape share their compiled programs.
@@ -75,8 +77,13 @@ class Block(nnx.Module):
         """What the MLP reads in a layer that is nothing else."""
         raise NotImplementedError
 
-    def mlp(self, read: Array) -> Array:
-        """read [B, T, D] -> this device's partial [B, T, D]."""
+    def begin_mlp(self, read: Array) -> tuple[Any, Array | None]:
+        """What an MLP does before something in it needs a sum over its columns, and this device's
+        part of that sum. In most nothing does: they are all in `end_mlp`."""
+        return read, None
+
+    def end_mlp(self, begun: Any, total: Array | None) -> Array:
+        """The rest of the MLP, given that sum if there is one: this device's partial [B, T, D]."""
         raise NotImplementedError
 
     def join_mlp(self, x: Array, total: Array) -> Array:

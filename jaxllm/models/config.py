@@ -92,6 +92,16 @@ SANDWICH = Norms(attn_post="post_attention_norm.weight", mlp_post="post_ffw_norm
 
 
 @dataclass(frozen=True)
+class Adjugates:
+    """Smaller experts, one for each group of `group` experts, that read what the chosen experts
+    give together; `scale` times their weighted sum is added to it (see `jaxllm.models.grove`)."""
+
+    columns: int
+    group: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts in the place of a layer's MLP: how it routes, and what it is made of.
 
@@ -121,6 +131,7 @@ class Experts:
     shared_gate: bool = False  # its output is multiplied by the sigmoid of one more logit
     shared_limit: float = 0.0  # as `LayerConfig.mlp_limit`
     blend: float = 1.0  # of the sum of both
+    adjugates: Adjugates | None = None
     reads: Literal["mlp", "norm", "route"] = "mlp"  # see `jaxllm.models.early`
 
 
@@ -147,7 +158,7 @@ class Columns(NamedTuple):
     """MLP columns of one layer, or of a device's slice of it, and groups of a recurrent state."""
 
     mlp: int
-    shared: int = 0  # of the MLP beside a mixture of experts
+    shared: int = 0  # of what is beside a mixture of experts: an MLP, or smaller experts
     states: int = 0
 
 
@@ -214,6 +225,11 @@ class LayerConfig:
         """Whether a norm goes over heads that several devices may have."""
         return self.qk_norm and self.norm_heads == "all"
 
+    @property
+    def sums_columns(self) -> bool:
+        """Whether something in the MLP needs a sum over columns that several devices may have."""
+        return self.experts is not None and self.experts.adjugates is not None
+
     def with_rope(self, **changes: Any) -> LayerConfig:
         """This layer with fields of its rope changed, where it has one."""
         return self if self.rope is None else replace(self, rope=replace(self.rope, **changes))
@@ -221,8 +237,11 @@ class LayerConfig:
     @property
     def columns(self) -> Columns:
         """The whole layer's MLP columns."""
-        shared = 0 if self.experts is None else self.experts.shared
-        return Columns(self.mlp, shared, 0 if self.recurrent is None else self.recurrent.groups)
+        beside = 0
+        if self.experts is not None:
+            adjugates = self.experts.adjugates
+            beside = self.experts.shared if adjugates is None else adjugates.columns
+        return Columns(self.mlp, beside, 0 if self.recurrent is None else self.recurrent.groups)
 
     @property
     def q_rows(self) -> int:

@@ -142,9 +142,9 @@ class DecoderBlock(Block):
             joined, norm = x, norm or self.attn_norm
         return joined if norm is None else norm(joined)
 
-    def mlp(self, read: Array) -> Array:
+    def end_mlp(self, begun: Array, total: Array | None) -> Array:
         assert self.ffn is not None
-        return self.ffn(read)
+        return self.ffn(begun)
 
     def join_mlp(self, x: Array, total: Array) -> Array:
         sub_norm = self.ffn.sub_norm if isinstance(self.ffn, DenseMLP) else None

@@ -38,7 +38,10 @@ TILE = 1 << 16  # values of a quantised matrix that a CPU unpacks at a time
 
 
 def linear(x: Array, w: Array | Quantised) -> Array:
-    """x [..., in] times w [out, in] transposed: [..., out] in x's dtype."""
+    """x [..., in] times w [out, in] transposed: [..., out] in x's dtype. A device may have no
+    columns of one of the MLPs of a layer; its product is zero."""
+    if x.shape[-1] == 0:
+        return jnp.zeros((*x.shape[:-1], w.shape[0]), x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     y = quantised_product(rows, w) if isinstance(w, Quantised) else product(rows, w)
     return y.reshape(*x.shape[:-1], w.shape[0])

@@ -47,7 +47,7 @@ def read_experts(
     if not 0 < used <= count:
         raise ModelError(f"expert_used_count is {used}; it must be between 1 and {count} experts")
     groups, groups_used = _groups(meta, count, used)
-    shared = _columns(tensors, f"{prefix}ffn_down{routing.shared}.weight", 0)
+    shared = columns_of(tensors, f"{prefix}ffn_down{routing.shared}.weight", 0)
     experts = Experts(
         count,
         used,
@@ -74,10 +74,10 @@ def read_experts(
         blend=routing.blend if shared else 1.0,
         reads=routing.reads,
     )
-    return {"experts": experts, "mlp": _columns(tensors, f"{prefix}ffn_down_exps.weight")}
+    return {"experts": experts, "mlp": columns_of(tensors, f"{prefix}ffn_down_exps.weight")}
 
 
-def _columns(tensors: Tensors, name: str, default: int | None = None) -> int:
+def columns_of(tensors: Tensors, name: str, default: int | None = None) -> int:
     """What the down tensor of that name reads: the columns of its MLP."""
     if name in tensors:
         return tensors[name].shape[-1]

@@ -58,6 +58,7 @@ DENSE = (
     "gpt2-dense",
     "gptneox-dense",
     "granite-dense",
+    "granite_swa-dense",
     "granitemoe-dense",
     "hunyuan-dense-dense",
     "hunyuan_vl-dense",

@@ -30,6 +30,7 @@ SLOW = (
     "granite-moe",
     "granitemoe-moe",
     "grok-moe",
+    "grovemoe-moe",
     "hunyuan-moe-moe",
     "hy_v3-moe",
     "laguna-moe",
