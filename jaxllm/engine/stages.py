@@ -136,9 +136,9 @@ def stage(
             assert given.queries is not None and given.tail is not None
             q, carry = given.queries
             carry = attend_tail(
-                here.cfg, carry, q, given.tail, step.row, step.positions, step.floor, page
+                here.cfg, carry, q, given.tail, step.row, step.seen_from(here.cfg), step.floor, page
             )
-            own = end_attention(old, here.cfg, carry, x)
+            own = end_attention(old, here.cfg, carry, q, x)
             total = own if total is None else total + own
         elif piece == "after":
             if total is None:  # a layer that is an MLP alone
@@ -181,8 +181,9 @@ def attend(
 ) -> tuple[Carry, Array]:
     """Fold a group; also a small result, by whose arrival the store knows that the step ended."""
     step = unpack_step(packed)
-    carry = attend_pages(here.cfg, carry, q, pages, table, step.row, step.positions)
-    return carry, carry.m[:1, :1, :1, :1]
+    carry = attend_pages(here.cfg, carry, q, pages, table, step.row, step.seen_from(here.cfg))
+    result = carry.m if carry.kept is None else carry.kept.scores[..., 0]
+    return carry, result[:1, :1, :1, :1]
 
 
 @partial(jax.jit, static_argnames=("ends",))

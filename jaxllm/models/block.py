@@ -34,6 +34,7 @@ from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.inputs import LayerInputs
 from jaxllm.models.layers import Array, Heads, Norm, linear, matrix, param
 from jaxllm.models.quantised import QuantisedParam, values
+from jaxllm.models.streams import Streams
 
 
 class Block(nnx.Module):
@@ -104,6 +105,7 @@ class Ends(nnx.Module):
             else None
         )
         self.inputs = LayerInputs(cfg, rows, dtype) if cfg.layer_inputs else None
+        self.streams = Streams(cfg, dtype) if cfg.streams > 1 else None
         name = "/token_embd_norm.weight"
         self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
         self.norm = Norm(embed, cfg.eps, f"/{cfg.norm_name}.weight", cfg.norm)
@@ -126,7 +128,8 @@ class Ends(nnx.Module):
         if self.first_norm is not None:
             x = self.first_norm(x)
         if self.inputs is not None:
-            x = jnp.concatenate([x, self.inputs(x, row)], axis=-1)
+            spread = x if self.streams is None else self.streams.spread(x)
+            x = jnp.concatenate([spread, self.inputs(x, row)], axis=-1)
         elif self.cfg.embed_kept:
             x = jnp.concatenate([x, x], axis=-1)
         return jnp.where(mine[..., None], x, jnp.zeros((), x.dtype))
@@ -134,7 +137,8 @@ class Ends(nnx.Module):
     def logits(self, x: Array) -> Array:
         """x [..., D] -> float32 [..., own rows]."""
         head = self.table if self.head is None else self.head
-        x = x[..., : self.cfg.embed]
+        x = x[..., : self.cfg.streams * self.cfg.embed]
+        x = x if self.streams is None else self.streams.join(x)
         y = linear(self.norm(x), head[...])
         if self.bias is not None:
             y = y + self.bias[...]

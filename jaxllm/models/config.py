@@ -143,6 +143,28 @@ class Latent:
     q_rank: int  # width between the two query projections; 0 for a single one
     nope: int  # values of a head's query and key without position
     v_dim: int  # values of a head's output
+    joined: bool = False  # what makes keys and values of the vector is one tensor attn_kv_b
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Of the keys that a query sees it attends to the `top_k` that small heads of an indexer score
+    best (see `jaxllm.models.indexer`); the small key of a position stands after its turned part."""
+
+    heads: int
+    dim: int
+    top_k: int
+    rope: Rope
+    bias: bool  # of the norm of small keys
+
+
+@dataclass(frozen=True)
+class AltUp:
+    """Several residual streams of which a layer computes one and predicts the others (Baykal et al.
+    2023), and a low-rank way around attention; see `jaxllm.models.gemma3n`."""
+
+    streams: int
+    laurel: int  # rank of that way
 
 
 class Temperature(NamedTuple):
@@ -179,6 +201,7 @@ class LayerConfig:
     rope: Rope | None  # None: a layer without
     scale: float  # of the attention scores
     eps: float
+    causal: bool = True  # False: every position sees the whole prompt, which is one step
     window: int | None = None  # position p sees keys k with p - k < window
     chunked: bool = False  # and none before the last multiple of it
     temperature: Temperature | None = None
@@ -205,15 +228,19 @@ class LayerConfig:
     rope_first: bool = False  # before the norm of queries and keys
     sub_norms: bool = False  # on what the output and down projections read, over its whole width
     inputs: int = 0  # channels that go beside the residual to this layer
+    altup: AltUp | None = None
     out_scale: bool = False  # the layer's result, residual and all, is multiplied by a tensor
     activation: Activation = "silu"
     xielu: tuple[float, ...] = ()  # alpha_n, alpha_p, beta and eps of that activation
     mlp_gated: bool = True
+    mlp_sparsity: float = 0.0  # of gates, those this many deviations above their mean count alone
     mlp_limit: float = 0.0  # of both halves of a gated MLP, the gate's activation from above
     mlp_joined: bool = False  # gate and up are one tensor ffn_up
     mlp_bias: bool = False
+    mlp_bare: bool = False  # no tensors: what the MLP would read goes through the activation alone
     mlp_scales: bool = False  # activations are divided by the tensor ffn.act.scales
     experts: Experts | None = None  # None for a dense layer
+    indexer: Indexer | None = None
     latent: Latent | None = None  # keys and values are one latent vector
     recurrent: Recurrent | None = None  # a mixer with a state; where kv_heads is 0 the only one
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
@@ -228,7 +255,8 @@ class LayerConfig:
     @property
     def sums_columns(self) -> bool:
         """Whether something in the MLP needs a sum over columns that several devices may have."""
-        return self.experts is not None and self.experts.adjugates is not None
+        second = self.experts is not None and self.experts.adjugates is not None
+        return second or self.mlp_sparsity > 0.0
 
     def with_rope(self, **changes: Any) -> LayerConfig:
         """This layer with fields of its rope changed, where it has one."""
@@ -252,6 +280,14 @@ class LayerConfig:
     def v_stored(self) -> int:
         """Values of a head's V that the cache stores beside K."""
         return self.v_dim if self.latent is None else 0
+
+    def in_context(self, ctx: int) -> LayerConfig:
+        """This layer for a context of so many positions."""
+        indexer = self.indexer
+        if indexer is not None:
+            indexer = replace(indexer, top_k=min(indexer.top_k, ctx))
+        rope = self.rope and self.rope.in_context(ctx)
+        return replace(self, rope=rope, indexer=indexer)
 
     def replicated(self, times: int) -> LayerConfig:
         """This layer with every KV head stored `times` times, its query heads dealt out."""
@@ -282,6 +318,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     embed_norm: NormStyle | None = None
     embed_kept: bool = False  # beside the residual, for layers that add it again
+    streams: int = 1  # of the residual (see `AltUp`)
     layer_inputs: int = 0  # channels that each layer reads beside the residual
     positions: int = 0  # rows of a learned position embedding; 0 for none
     logit_scale: float = 1.0
@@ -294,7 +331,12 @@ class ModelConfig:
     def width(self) -> int:
         """Channels of the residual and of what goes beside it."""
         kept = self.embed if self.embed_kept else 0
-        return self.embed + kept + self.layer_inputs * len(self.layers)
+        return self.embed * self.streams + kept + self.layer_inputs * len(self.layers)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a position's logits are made of it and earlier ones alone."""
+        return all(layer.causal for layer in self.layers)
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -319,9 +361,7 @@ class ModelConfig:
                 f"a context (-c) of {ctx} is longer than the {self.positions} positions that "
                 f"{self.architecture} has learned; give -c {self.positions} or less"
             )
-        ropes = [layer.rope and layer.rope.in_context(ctx) for layer in self.layers]
-        pairs = zip(self.layers, ropes, strict=True)
-        return replace(self, layers=tuple(replace(layer, rope=rope) for layer, rope in pairs))
+        return replace(self, layers=tuple(layer.in_context(ctx) for layer in self.layers))
 
     def shape(self, mlp_block: int = 32) -> ModelShape:
         """The sizes that a plan needs; `mlp_block` is the block size of the down tensors' type."""

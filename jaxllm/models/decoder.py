@@ -18,6 +18,7 @@ from jaxllm.models.layers import (
     HeadsOut,
     Norm,
     SubNorm,
+    activation,
     normalise,
     param,
 )
@@ -31,7 +32,8 @@ def attention(
     """What stands before and after attention of a layer's slice."""
     if cfg.latent is None:
         return QKV(cfg, kv_heads, embed, dtype), HeadsOut(cfg, kv_heads, embed, dtype)
-    return LatentQKV(cfg, kv_heads, embed, dtype), LatentOut(cfg, kv_heads, embed, dtype)
+    qkv = LatentQKV(cfg, kv_heads, embed, dtype)
+    return qkv, LatentOut(cfg, kv_heads, embed, dtype, qkv.keys)
 
 
 class DecoderBlock(Block):
@@ -102,6 +104,8 @@ class DecoderBlock(Block):
             q, k = self.head_norms(q, k, squares)
         if not self.cfg.rope_first:
             q, k = self._turn(q, k, positions)
+        if isinstance(self.qkv, LatentQKV) and k is not None and v is not None:
+            k, v = self.qkv.turn(k, v, positions)
         if v is not None and self.cfg.v_norm:
             v = normalise(v.astype(jnp.float32), "rms", self.cfg.eps).astype(v.dtype)
         if self.cfg.temperature is not None:
@@ -130,7 +134,11 @@ class DecoderBlock(Block):
     def join_attention(self, x: Array, total: Array) -> tuple[Array, Array]:
         sub_norm = None if self.out is None else self.out.sub_norm
         joined = self._add(x, total, sub_norm, self.out_bias, self.post_attn_norm)
-        return joined, self._mlp_read(joined, x)
+        read = self._mlp_read(joined, x)
+        if self.cfg.mlp_bare:
+            bare = activation(self.cfg)(read)
+            joined = self._add(joined, bare, None, None, self.post_mlp_norm)
+        return joined, read
 
     def enter_mlp(self, x: Array) -> Array:
         return self._mlp_read(x, x)

@@ -297,15 +297,17 @@ class DenseMLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """x [B, T, D] -> [B, T, D], to be summed over devices (see `SubNorm`)."""
-        y, w = self.hidden(x), self.down[...]
+        y, w = self.hidden(self.columns(x)), self.down[...]
         return linear(y, w) if self.sub_norm is None else self.sub_norm.project(y, w)
 
-    def hidden(self, x: Array) -> Array:
-        """x [B, T, D] -> [B, T, own columns]."""
+    def columns(self, x: Array) -> Array:
+        """x [B, T, D] -> [B, T, own columns], of gate and up one after the other if it is gated."""
         w = self.up[...]
         y = linear(x, w.reshape(-1, w.shape[-1]))
-        if self.bias is not None:
-            y = y + self.bias[...].reshape(-1)
+        return y if self.bias is None else y + self.bias[...].reshape(-1)
+
+    def hidden(self, y: Array) -> Array:
+        """What `columns` gives -> [B, T, own columns] as the down projection reads them."""
         if self.cfg.mlp_gated:
             y = gated(self.cfg, *jnp.split(y, 2, axis=-1))
         else:

@@ -14,7 +14,7 @@ from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
 from jaxllm.models.plain import plain
 from jaxllm.models.positions import pictured
-from jaxllm.models.routing import Routing
+from jaxllm.models.routing import Routing, without_experts
 
 SOFTMAX = Routing()
 RAW = Routing(normalised=False)
@@ -33,17 +33,22 @@ def _dbrx(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 
 def _ernie(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """Which layers are mixtures is said twice: by numbers and by their tensors."""
+    """Numbers say which layers are mixtures; experts of others are not used, as in llama.cpp."""
     layers = read_layer(meta, tensors, "neighbours", routing=SOFTMAX)
     lead = int(meta.get("leading_dense_block_count", 0))
     step = int(meta.get("interleave_moe_layer_step", 1)) or 1
+    bare = []
     for i, layer in enumerate(layers):
-        if (layer.experts is not None) != (i >= lead and (i + 1) % step == 0):
+        mixture = i >= lead and (i + 1) % step == 0
+        if mixture and layer.experts is None:
             raise ModelError(
-                f"layer {i} has {'' if layer.experts else 'no '}experts, other than its place "
-                f"after {lead} dense layers and in steps of {step} says; convert the model again"
+                f"layer {i} has no experts, other than its place after {lead} dense layers and in "
+                f"steps of {step} says; convert the model again"
             )
-    return read_model(meta, tensors, layers)
+        if not mixture and layer.experts is not None:
+            bare.append(i)
+    layers, unused = without_experts(layers, bare)
+    return read_model(meta, tensors, layers, unused=unused)
 
 
 def _grok(meta: Metadata, tensors: Tensors) -> ModelConfig:

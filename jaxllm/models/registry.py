@@ -8,13 +8,16 @@ from difflib import get_close_matches
 from jaxllm.errors import ModelError
 from jaxllm.models import (
     deepseek2,
+    diffusion,
     early,
     gemma2,
     gemma3,
+    gemma3n,
     gemma4,
     grove,
     hybrids,
     llama,
+    minicpm3,
     mixtures,
     mixtures_windowed,
     plain,
@@ -28,14 +31,16 @@ from jaxllm.models import (
 from jaxllm.models.family import Family
 
 FAMILIES: Mapping[str, Family] = {
-    "deepseek2": deepseek2.FAMILY,
-    "mistral4": deepseek2.FAMILY,
+    "minicpm3": minicpm3.FAMILY,
     "llama": llama.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,
+    "gemma3n": gemma3n.FAMILY,
     "gemma4": gemma4.FAMILY,
     "grovemoe": grove.FAMILY,
     "talkie": talkie.FAMILY,
+    **deepseek2.FAMILIES,
+    **diffusion.FAMILIES,
     **early.FAMILIES,
     **hybrids.FAMILIES,
     **mixtures.FAMILIES,

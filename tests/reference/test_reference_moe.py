@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from test_reference_archs import ENGINES, _check, _load, _reference, _spec
 
-from jaxllm import ModelError
-
 # One or a few of each mechanism; the others are in SLOW.
 QUICK = ("qwen2moe-moe", "gpt-oss-yarn", "deepseek2-groups", "arctic-moe", "llama4-moe")
 SLOW = (
@@ -24,6 +22,7 @@ SLOW = (
     "deepseek2",
     "deepseek2-moe",
     "dots1-moe",
+    "ernie4_5-moe-moe",
     "exaone-moe-moe",
     "glm4moe-moe",
     "gpt-oss",
@@ -37,6 +36,7 @@ SLOW = (
     "mellum-moe",
     "mimo2-moe",
     "minicpm-moe",
+    "minicpm3-dense",
     "minimax-m2-moe",
     "mistral3-moe",
     "mistral4-moe",
@@ -44,24 +44,27 @@ SLOW = (
     "phimoe-moe",
     "qwen3moe",
     "qwen3vlmoe-moe",
+    "refact-moe",
     "smallthinker-moe",
     "step35-moe",
 )
+LATENT = ("deepseek2", "minicpm3", "mistral4")  # beginnings of names
 # llama.cpp ran in a context above this model's original one, where it has other factors.
-CONTEXT = {"phimoe-moe": 256}
+CONTEXT = {"phimoe-moe": 256, "minicpm3-dense": 256}
 
 
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 @pytest.mark.filterwarnings("ignore:the context")  # some were trained for less
+@pytest.mark.filterwarnings("ignore:experts of layers")  # two have some that are not used
 def test_mixtures(name: str, shared: Path):
     """On one device, and with heads and columns dealt out in other shares: latent vectors are then
     stored twice."""
     reference, ctx = _reference(shared, name), CONTEXT.get(name, 128)
     for engine in ("fused", "uneven"):
         more: dict[str, Any] = {"ctx": ctx}
-        if engine == "uneven" and name.startswith(("deepseek2", "mistral4")):
+        if engine == "uneven" and name.startswith(LATENT):
             more["kv_replicate"] = True
         _check(_load(_spec(name), **(ENGINES[engine] | more)), reference)
 
@@ -78,5 +81,5 @@ def test_experts_of_four_bits(shared: Path):
 
 def test_layers_that_contradict_their_metadata(shared: Path):
     """llama.cpp runs this file's third layer, which has experts, as a dense one without tensors."""
-    with pytest.raises(ModelError, match="layer 2 has experts"):
+    with pytest.warns(UserWarning, match="experts of layers 2"):
         _load(_spec("ernie4_5-moe-moe"))
