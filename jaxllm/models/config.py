@@ -321,6 +321,7 @@ class ModelConfig:
     streams: int = 1  # of the residual (see `AltUp`)
     layer_inputs: int = 0  # channels that each layer reads beside the residual
     positions: int = 0  # rows of a learned position embedding; 0 for none
+    whole_ctx: int = 0  # positions within which sparse attention leaves none out; 0: see layers
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     unused: tuple[str, ...] = ()  # ends of names of tensors that a file may have for nothing
@@ -360,6 +361,12 @@ class ModelConfig:
             raise ModelError(
                 f"a context (-c) of {ctx} is longer than the {self.positions} positions that "
                 f"{self.architecture} has learned; give -c {self.positions} or less"
+            )
+        if 0 < self.whole_ctx < ctx:
+            raise ModelError(
+                f"a context (-c) of {ctx} is longer than the {self.whole_ctx} positions of which "
+                f"{self.architecture} attends to all, and choosing blocks among more is not "
+                f"supported; give -c {self.whole_ctx} or less"
             )
         return replace(self, layers=tuple(layer.in_context(ctx) for layer in self.layers))
 

@@ -78,6 +78,20 @@ def _grok(meta: Metadata, tensors: Tensors) -> ModelConfig:
     )
 
 
+def _minimax_m3(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Attention is to the best blocks of keys by an indexer; only contexts of no more blocks than
+    that are supported, in which it has no say."""
+    block, top_k = (
+        meta.require(f"attention.indexer.{key}", int) for key in ("block_size", "top_k")
+    )
+    meta.require("expert_gating_func", int)
+    layers = read_layer(meta, tensors, "halves", routing=SIGMOID, activation="clamped_swiglu")
+    unused = [f"indexer.{side}_{part}.weight" for side in "qk" for part in ("proj", "norm")]
+    return read_model(
+        meta, tensors, layers, whole_ctx=int(block) * int(top_k), unused=tuple(unused)
+    )
+
+
 def _mistral3(meta: Metadata, tensors: Tensors) -> ModelConfig:
     layers = read_layer(meta, tensors, "neighbours", routing=SOFTMAX)
     scale, key = (
@@ -102,6 +116,7 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan-moe": plain("halves", rope_first=True, routing=SOFTMAX),
     "hy_v3": plain("halves", unused=DENSE, routing=SIGMOID),
     "minimax-m2": plain("halves", routing=Routing("sigmoid", scores_key=True)),
+    "minimax-m3": Family(DecoderBlock, _minimax_m3),
     "mistral3": Family(DecoderBlock, _mistral3),
     "olmoe": plain("halves", routing=RAW),
     "phimoe": plain("halves", routing=SOFTMAX),

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_reference_archs import ENGINES, _check, _load, _reference, _spec
+from test_reference_archs import ENGINES, LIMIT, _check, _load, _reference, _spec
+
+from jaxllm import ModelError
+from support import nmse
 
 # One or a few of each mechanism; the others are in SLOW.
 QUICK = ("qwen2moe-moe", "gpt-oss-yarn", "deepseek2-groups", "arctic-moe", "llama4-moe")
@@ -67,6 +70,18 @@ def test_mixtures(name: str, shared: Path):
         if engine == "uneven" and name.startswith(LATENT):
             more["kv_replicate"] = True
         _check(_load(_spec(name), **(ENGINES[engine] | more)), reference)
+
+
+@pytest.mark.slow
+def test_blocks_of_which_none_is_left_out(shared: Path):
+    """llama.cpp chooses blocks of keys with flash attention alone: these logits are of all keys."""
+    reference, ctx = _reference(shared, "minimax-m3-moe"), 32
+    tokens = reference["tokens"][:ctx].tolist()
+    for engine in ("fused", "uneven"):
+        llm = _load(_spec("minimax-m3-moe"), **(ENGINES[engine] | {"ctx": ctx}))
+        assert nmse(llm.logits(tokens), reference["logits"][:ctx]) <= LIMIT
+    with pytest.raises(ModelError, match="of which minimax-m3 attends to all.* -c 32 or less"):
+        _load(_spec("minimax-m3-moe"), ctx=33)
 
 
 @pytest.mark.slow
