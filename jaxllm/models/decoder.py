@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -150,7 +152,7 @@ class DecoderBlock(Block):
             joined, norm = x, norm or self.attn_norm
         return joined if norm is None else norm(joined)
 
-    def end_mlp(self, begun: Array, total: Array | None) -> Array:
+    def end_mlp(self, begun: Any, total: Array | None) -> Array:
         assert self.ffn is not None
         return self.ffn(begun)
 
