@@ -22,7 +22,7 @@ from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import SamplingParams
 from jaxllm.engine.stopping import StopFilter
 from jaxllm.engine.warmup import warm_up
-from jaxllm.errors import OptionError, PromptError, SessionError
+from jaxllm.errors import ModelError, OptionError, PromptError, SessionError
 from jaxllm.gguf.reader import open_gguf
 from jaxllm.models.block import Block
 from jaxllm.models.config import ModelConfig
@@ -216,10 +216,15 @@ class LLM:
     def logit_blocks(self, ids: Sequence[int], first: int = 0) -> Iterator[np.ndarray]:
         """The rows of `logits` from token `first` on, float32 [n, V] at a time: those of a long
         text may take more memory than there is."""
-        prompt = self._checked(ids)
+        prompt, ubatch = self._checked(ids), self.plan.options.ubatch
+        if not self.config.causal and len(prompt) > ubatch:
+            raise PromptError(
+                f"the prompt has {len(prompt)} tokens and {self.config.architecture} reads all in "
+                f"one step of at most {ubatch}; raise ubatch (-ub)"
+            )
         before = 0
         with self._engine_to_itself(), self._spare_row() as row:
-            for hidden, used, size in prefill(self.engine, row, prompt, self.plan.options.ubatch):
+            for hidden, used, size in prefill(self.engine, row, prompt, ubatch):
                 places = min(size, LOGIT_PLACES)
                 for at in range(0, used, places):
                     skip = max(0, first - before - at)
@@ -347,6 +352,11 @@ class LLM:
                 self.engine.release(row)
 
     def _request(self, number: int, prompt: Prompt, params: SamplingParams) -> Request:
+        if not self.config.causal:
+            raise ModelError(
+                f"{self.config.architecture} generates by diffusion, which is not supported; use "
+                "llm.logits for those of a prompt"
+            )
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise PromptError("the model has no tokenizer; give the prompt as token ids")

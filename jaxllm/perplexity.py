@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.errors import OptionError, PromptError
+from jaxllm.errors import ModelError, OptionError, PromptError
 from jaxllm.probabilities import BaseReader, BaseWriter
 
 if TYPE_CHECKING:
@@ -95,7 +95,13 @@ def perplexity(
 
     Raises:
         OptionError: for a chunk that does not fit, no whole chunk, and a base of another text.
+        ModelError: for a model without a causal mask, which sees what it would be asked for.
     """
+    if not llm.config.causal:
+        raise ModelError(
+            f"{llm.config.architecture} has no causal mask and sees the tokens that it would be "
+            "asked for; give a model that has one"
+        )
     cut = _cut(llm, ids, ctx, chunks)
     seen = _Sums(ctx)
     writer = reader = None

@@ -40,6 +40,7 @@ _DECLARED = (
     Axis("head_dim", "none", "one channel of a head"),
     Axis("latent", "none", "one channel of a vector that all heads share"),
     Axis("expert", "none", "one MLP of a mixture, every device holding its own columns of it"),
+    Axis("stream", "none", "one of several residual streams"),
     Axis("pair", "none", "which of the tensors joined into one (gate and up, for example)"),
     Axis("tap", "none", "one token that a short convolution sees"),
     Axis("rope", "none", "one rotary frequency"),

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.cache.sparse import Kept, keep_best
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, precision_of
 
@@ -36,6 +37,7 @@ class Carry(NamedTuple):
     l: Array  # noqa: E741
     acc: Array
     slopes: Array | None = None
+    kept: Kept | None = None  # in the place of all these, where an indexer chooses keys
 
 
 class Seen(NamedTuple):
@@ -69,6 +71,8 @@ def attend_block(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, s
 
     q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] in q's type.
     """
+    if carry.kept is not None:
+        return carry._replace(kept=keep_best(cfg, carry.kept, k, seen.visible))
     exact = precision_of(q)
     product = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
 
@@ -222,7 +226,9 @@ def attend_ring(
     if cfg.window is not None:
         oldest = jnp.maximum(positions.min() - cfg.window + 1, 0) // block
     floor = jnp.zeros((rows,), jnp.int32)
-    alone = rows == 1 and chunk > TILE  # then the chunk itself is folded as a triangle
+    alone = (
+        cfg.causal and rows == 1 and chunk > TILE
+    )  # then the chunk itself is folded as a triangle
     ends = positions[:, :1] if alone else positions[:, -1:] + 1
 
     def fold(i: Array, carry: Carry) -> Carry:

@@ -94,17 +94,20 @@ def forward(
             q, carry, own = begin_attention(block, cfg, heads, squares, own, step)
             if own is not None:
                 rings[index] = own
+            at = step.seen_from(cfg)
             if span is None:
-                carry = attend_ring(cfg, carry, q, rings[owner], step.row, step.positions)
+                carry = attend_ring(cfg, carry, q, rings[owner], step.row, at)
             else:
-                carry = attend_span(cfg, carry, q, rings[owner], step.row, step.positions, span)
-            parts.append(end_attention(block, cfg, carry, x))
+                carry = attend_span(cfg, carry, q, rings[owner], step.row, at, span)
+            parts.append(end_attention(block, cfg, carry, q, x))
         if parts:
             x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
         else:
             read = block.enter_mlp(x)
         if cfg.mlp:
-            x = block.join_mlp(x, total(block.mlp(read)))
+            begun, part = block.begin_mlp(read)
+            part = None if part is None else total(part)
+            x = block.join_mlp(x, total(block.end_mlp(begun, part)))
     return x, Cache(tuple(rings.values()), tuple(states.values()))
 
 

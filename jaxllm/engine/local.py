@@ -21,6 +21,7 @@ from jaxllm.cache.attention import (
     start_carry,
     write_ring,
 )
+from jaxllm.cache.sparse import attend_kept, nothing_kept
 from jaxllm.cache.types import rotate
 from jaxllm.models.block import Block, Ends, Midway
 from jaxllm.models.config import LayerConfig
@@ -45,6 +46,13 @@ class Step(NamedTuple):
     def positions(self) -> Array:
         """[N, T]."""
         return self.starts[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+
+    def seen_from(self, cfg: LayerConfig) -> Array:
+        """The positions [N, T] up to which queries see: their own, or the last real one of their
+        row in a layer that is not causal."""
+        if cfg.causal:
+            return self.positions
+        return jnp.broadcast_to((self.starts + self.counts - 1)[:, None], self.tokens.shape)
 
 
 def pack_step(
@@ -76,6 +84,10 @@ def begin_attention(
     q, k, v = block.before_attention(heads, squares, step.positions)
     if cfg.cache.rotate_k:
         q = rotate(q).astype(q.dtype)
+    kept = None
+    if cfg.indexer is not None and v is not None:
+        kept = nothing_kept(cfg, v, q.dtype)
+        v = v[..., :0]
     if ring is not None and k is not None and v is not None:
         k = rotate(k) if cfg.cache.rotate_k else k
         v = rotate(v) if cfg.cache.rotate_v else v
@@ -83,11 +95,13 @@ def begin_attention(
     q = queries_first(q)
     slopes = None if block.slopes is None else block.slopes[...] / cfg.scale
     sinks = None if block.sinks is None else block.sinks[...]
-    return q, start_carry(q, cfg.v_dim, slopes, sinks), ring
+    return q, start_carry(q, cfg.v_dim, slopes, sinks)._replace(kept=kept), ring
 
 
-def end_attention(block: Block, cfg: LayerConfig, carry: Carry, x: Array) -> Array:
-    """This device's partial [N, T, D] from the carry of all blocks and the residual x."""
+def end_attention(block: Block, cfg: LayerConfig, carry: Carry, q: Array, x: Array) -> Array:
+    """This device's partial [N, T, D] from queries, their carry of all blocks and the residual."""
+    if carry.kept is not None:
+        carry = Carry(*attend_kept(cfg, carry.kept, q))
     if not cfg.cache.rotate_v:
         return block.after_attention(finish(carry, x.dtype), x)
     turned = finish(carry, jnp.dtype(jnp.float32))

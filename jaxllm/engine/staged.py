@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,6 +59,7 @@ class StagedEngine(Engine):
         self.norms_heads = [cfg.needs_squares for cfg in models[0].cfg.layers]
         mixers = [cfg.recurrent for cfg in models[0].cfg.layers]
         self.summed = [mixer is not None and mixer.summed for mixer in mixers]
+        self.sums_columns = [cfg.sums_columns for cfg in models[0].cfg.layers]
         self.page = options.page
         self.floor = np.zeros(options.slots, np.int32)
         self.stores = [
@@ -308,6 +310,7 @@ class _Forward:
         self.held: dict[int, tuple[Array, ...]] = {}  # of a mixer that waits for one
         self.queries: dict[int, Queries] = {}
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
+        self.begun_mlps: dict[int, Any] = {}  # of a layer whose MLP waits for a sum
 
     def run(self) -> dict[int, Array]:
         engine, plan = self.engine, self.engine.plan
@@ -333,9 +336,14 @@ class _Forward:
                 self._run(device, ("out",), index)
             if layer.mixer_devices:
                 self._exchange(layer.devices)
+            waits = len(layer.mlp_devices) > 1 and engine.sums_columns[index]
             for device in layer.devices:
-                work = ("after", "mlp") if device in layer.mlp_devices else ("after",)
-                self._run(device, work, index)
+                work = ("begin_mlp" if waits else "mlp",) if device in layer.mlp_devices else ()
+                self._run(device, ("after", *work), index)
+            if waits:
+                self._exchange(layer.mlp_devices)
+                for device in layer.mlp_devices:
+                    self._run(device, ("end_mlp",), index)
             if layer.mlp_devices:
                 self._finish(index, tuple(targets))
             else:
@@ -429,6 +437,7 @@ class _Forward:
             queries=self.queries.pop(device, None) if out else None,
             tail=rings.get(engine.owners[here]) if out and here is not None else None,
             mixed=self.mixed.pop(device, None) if out else None,
+            begun_mlp=self.begun_mlps.pop(device, None),
         )
         result = stage(
             given,
@@ -452,6 +461,8 @@ class _Forward:
             self.queries[device] = result.queries
         if result.ring is not None and there is not None:
             rings[there] = result.ring
+        if result.begun_mlp is not None:
+            self.begun_mlps[device] = result.begun_mlp
         if result.mixed is not None:
             self.mixed[device] = result.mixed
         if result.state is not None and there is not None:

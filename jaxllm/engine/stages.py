@@ -70,6 +70,7 @@ class StageIn(NamedTuple):
     queries: Queries | None = None
     tail: Ring | None = None  # of the layer that ends
     mixed: Array | None = None  # partial of its recurrent mixer
+    begun_mlp: Any = None  # of the layer that ends, where its MLP waited for a sum
 
 
 class StageOut(NamedTuple):
@@ -83,6 +84,7 @@ class StageOut(NamedTuple):
     ring: Ring | None  # of the layer that begins
     mixed: Array | None  # partial of its recurrent mixer, for the stage in which it ends
     state: State | None  # of the layer that begins
+    begun_mlp: Any  # of a layer whose MLP waits for a sum
 
 
 @partial(
@@ -107,7 +109,7 @@ def stage(
     old: Any = None if here is None else here.block.bind(given.here)
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
-    heads, held, read, mixed = given.heads, given.held, None, None
+    heads, held, read, mixed, begun_mlp = given.heads, given.held, None, None, None
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
@@ -145,9 +147,9 @@ def stage(
             assert given.queries is not None and given.tail is not None
             q, carry = given.queries
             carry = attend_tail(
-                here.cfg, carry, q, given.tail, step.row, step.positions, step.floor, page
+                here.cfg, carry, q, given.tail, step.row, step.seen_from(here.cfg), step.floor, page
             )
-            own = end_attention(old, here.cfg, carry, x)
+            own = end_attention(old, here.cfg, carry, q, x)
             total = own if total is None else total + own
         elif piece == "after":
             if total is None:  # a layer that is an MLP alone
@@ -156,7 +158,12 @@ def stage(
             x, read = old.join_attention(x, total)
             total, changed = None, True
         elif piece == "mlp":
-            total = old.mlp(read)
+            begun_mlp, total = old.begin_mlp(read)
+            total = old.end_mlp(begun_mlp, total)
+        elif piece == "begin_mlp":
+            begun_mlp, total = old.begin_mlp(read)
+        elif piece == "end_mlp":
+            total, begun_mlp = old.end_mlp(given.begun_mlp, total), None
         elif piece == "join":
             x, total, changed = old.join_mlp(x, total), None, True
     return StageOut(
@@ -168,6 +175,7 @@ def stage(
         None if begun is None else ring,
         mixed,
         state,
+        begun_mlp,
     )
 
 
@@ -185,8 +193,9 @@ def attend(
 ) -> tuple[Carry, Array]:
     """Fold a group; also a small result, by whose arrival the store knows that the step ended."""
     step = unpack_step(packed)
-    carry = attend_pages(here.cfg, carry, q, pages, table, step.row, step.positions)
-    return carry, carry.m[:1, :1, :1, :1]
+    carry = attend_pages(here.cfg, carry, q, pages, table, step.row, step.seen_from(here.cfg))
+    result = carry.m if carry.kept is None else carry.kept.scores[..., 0]
+    return carry, result[:1, :1, :1, :1]
 
 
 @partial(jax.jit, static_argnames=("ends",))

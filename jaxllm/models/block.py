@@ -12,7 +12,9 @@ An engine calls, in this order, for every layer:
     midway  = block.begin_recur(x, s, counts), its part summed over devices, where there is one
     r, s    = block.recur(x, s, counts, midway)
     x, read = block.join_attention(x, sum over devices of block.after_attention(o, x) + r)
-    x       = block.join_mlp(x, sum over devices of block.mlp(read))
+    begun, part = block.begin_mlp(read)
+    total   = sum over devices of part, where there is one
+    x       = block.join_mlp(x, sum over devices of block.end_mlp(begun, total))
 
 `BlockDef` is a block without its values: hashable, one object a shape, so that layers and models
 of one shape share their compiled programs.
@@ -32,9 +34,10 @@ from flax import nnx
 from jaxllm.gguf.blocks import BlockType
 from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.inputs import LayerInputs
+from jaxllm.models.kept import KeptMix
 from jaxllm.models.layers import Array, Heads, Norm, linear, matrix, param
 from jaxllm.models.quantised import QuantisedParam, values
-from jaxllm.models.streams import StreamMix
+from jaxllm.models.streams import Streams
 
 
 class Midway(NamedTuple):
@@ -90,8 +93,13 @@ class Block(nnx.Module):
         """What the MLP reads in a layer that is nothing else."""
         raise NotImplementedError
 
-    def mlp(self, read: Array) -> Array:
-        """read [B, T, D] -> this device's partial [B, T, D]."""
+    def begin_mlp(self, read: Array) -> tuple[Any, Array | None]:
+        """What an MLP does before something in it needs a sum over its columns, and this device's
+        part of that sum. In most nothing does: they are all in `end_mlp`."""
+        return read, None
+
+    def end_mlp(self, begun: Any, total: Array | None) -> Array:
+        """The rest of the MLP, given that sum if there is one: this device's partial [B, T, D]."""
         raise NotImplementedError
 
     def join_mlp(self, x: Array, total: Array) -> Array:
@@ -112,10 +120,11 @@ class Ends(nnx.Module):
             else None
         )
         self.inputs = LayerInputs(cfg, rows, dtype) if cfg.layer_inputs else None
+        self.streams = Streams(cfg, dtype) if cfg.streams > 1 else None
         name = "/token_embd_norm.weight"
         self.first_norm = Norm(embed, cfg.eps, name, cfg.embed_norm) if cfg.embed_norm else None
         name = "/output_res_score.weight"
-        self.mix = StreamMix(embed, cfg.eps, name) if cfg.kept else None
+        self.mix = KeptMix(embed, cfg.eps, name) if cfg.kept else None
         self.norm = Norm(embed, cfg.eps, f"/{cfg.norm_name}.weight", cfg.norm)
         self.head = None if cfg.tied else matrix((rows, embed), axes, ("/output.weight",), dtype)
         self.bias = param((rows,), ("vocab",), ("/output.bias",), dtype) if cfg.head_bias else None
@@ -136,7 +145,8 @@ class Ends(nnx.Module):
         if self.first_norm is not None:
             x = self.first_norm(x)
         if self.inputs is not None:
-            x = jnp.concatenate([x, self.inputs(x, row)], axis=-1)
+            spread = x if self.streams is None else self.streams.spread(x)
+            x = jnp.concatenate([spread, self.inputs(x, row)], axis=-1)
         elif self.cfg.embed_kept:
             x = jnp.concatenate([x, x], axis=-1)
         elif self.cfg.kept:
@@ -146,7 +156,12 @@ class Ends(nnx.Module):
     def logits(self, x: Array) -> Array:
         """x [..., D] -> float32 [..., own rows]."""
         head = self.table if self.head is None else self.head
-        x = x[..., : self.cfg.embed] if self.mix is None else self.mix(x, self.cfg.kept)
+        x = (
+            x[..., : self.cfg.streams * self.cfg.embed]
+            if self.mix is None
+            else self.mix(x, self.cfg.kept)
+        )
+        x = x if self.streams is None else self.streams.join(x)
         y = linear(self.norm(x), head[...])
         if self.bias is not None:
             y = y + self.bias[...]

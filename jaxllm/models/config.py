@@ -92,6 +92,16 @@ SANDWICH = Norms(attn_post="post_attention_norm.weight", mlp_post="post_ffw_norm
 
 
 @dataclass(frozen=True)
+class Adjugates:
+    """Smaller experts, one for each group of `group` experts, that read what the chosen experts
+    give together; `scale` times their weighted sum is added to it (see `jaxllm.models.grove`)."""
+
+    columns: int
+    group: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts in the place of a layer's MLP: how it routes, and what it is made of.
 
@@ -121,6 +131,7 @@ class Experts:
     shared_gate: bool = False  # its output is multiplied by the sigmoid of one more logit
     shared_limit: float = 0.0  # as `LayerConfig.mlp_limit`
     blend: float = 1.0  # of the sum of both
+    adjugates: Adjugates | None = None
     reads: Literal["mlp", "norm", "route"] = "mlp"  # see `jaxllm.models.early`
     narrow: int = 0  # width that experts read and give, between two projections; 0 for none
     narrow_name: str = ""  # begins the names of those, ends with _down and _up
@@ -135,6 +146,28 @@ class Latent:
     q_rank: int  # width between the two query projections; 0 for a single one
     nope: int  # values of a head's query and key without position
     v_dim: int  # values of a head's output
+    joined: bool = False  # what makes keys and values of the vector is one tensor attn_kv_b
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Of the keys that a query sees it attends to the `top_k` that small heads of an indexer score
+    best (see `jaxllm.models.indexer`); the small key of a position stands after its turned part."""
+
+    heads: int
+    dim: int
+    top_k: int
+    rope: Rope
+    bias: bool  # of the norm of small keys
+
+
+@dataclass(frozen=True)
+class AltUp:
+    """Several residual streams of which a layer computes one and predicts the others (Baykal et al.
+    2023), and a low-rank way around attention; see `jaxllm.models.gemma3n`."""
+
+    streams: int
+    laurel: int  # rank of that way
 
 
 class Temperature(NamedTuple):
@@ -150,7 +183,7 @@ class Columns(NamedTuple):
     """MLP columns of one layer, or of a device's slice of it, and groups of a recurrent state."""
 
     mlp: int
-    shared: int = 0  # of the MLP beside a mixture of experts
+    shared: int = 0  # of what is beside a mixture of experts: an MLP, or smaller experts
     states: int = 0
 
 
@@ -171,6 +204,7 @@ class LayerConfig:
     rope: Rope | None  # None: a layer without
     scale: float  # of the attention scores
     eps: float
+    causal: bool = True  # False: every position sees the whole prompt, which is one step
     window: int | None = None  # position p sees keys k with p - k < window
     chunked: bool = False  # and none before the last multiple of it
     temperature: Temperature | None = None
@@ -198,18 +232,22 @@ class LayerConfig:
     rope_first: bool = False  # before the norm of queries and keys
     sub_norms: bool = False  # on what the output and down projections read, over its whole width
     inputs: int = 0  # channels that go beside the residual to this layer
-    earlier: int = 0  # residuals of earlier layers that are kept beside it: see `models.streams`
+    earlier: int = 0  # residuals of earlier layers that are kept beside it: see `models.kept`
     begins_anew: bool = False  # the residual is kept too, and goes on with attention's part alone
+    altup: AltUp | None = None
     out_scale: bool = False  # the layer's result, residual and all, is multiplied by a tensor
     activation: Activation = "silu"
     xielu: tuple[float, ...] = ()  # alpha_n, alpha_p, beta and eps of that activation
     situ: tuple[float, float] = (0.0, 0.0)  # bounds of gate and linear half of that activation
     mlp_gated: bool = True
+    mlp_sparsity: float = 0.0  # of gates, those this many deviations above their mean count alone
     mlp_limit: float = 0.0  # of both halves of a gated MLP, the gate's activation from above
     mlp_joined: bool = False  # gate and up are one tensor ffn_up
     mlp_bias: bool = False
+    mlp_bare: bool = False  # no tensors: what the MLP would read goes through the activation alone
     mlp_scales: bool = False  # activations are divided by the tensor ffn.act.scales
     experts: Experts | None = None  # None for a dense layer
+    indexer: Indexer | None = None
     latent: Latent | None = None  # keys and values are one latent vector
     recurrent: Recurrent | None = None  # a mixer with a state; where kv_heads is 0 the only one
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
@@ -225,6 +263,12 @@ class LayerConfig:
         """Whether a norm goes over heads that several devices may have."""
         return self.qk_norm and self.norm_heads == "all"
 
+    @property
+    def sums_columns(self) -> bool:
+        """Whether something in the MLP needs a sum over columns that several devices may have."""
+        second = self.experts is not None and self.experts.adjugates is not None
+        return second or self.mlp_sparsity > 0.0
+
     def with_rope(self, **changes: Any) -> LayerConfig:
         """This layer with fields of its rope changed, where it has one."""
         return self if self.rope is None else replace(self, rope=replace(self.rope, **changes))
@@ -232,8 +276,11 @@ class LayerConfig:
     @property
     def columns(self) -> Columns:
         """The whole layer's MLP columns."""
-        shared = 0 if self.experts is None else self.experts.shared
-        return Columns(self.mlp, shared, 0 if self.recurrent is None else self.recurrent.groups)
+        beside = 0
+        if self.experts is not None:
+            adjugates = self.experts.adjugates
+            beside = self.experts.shared if adjugates is None else adjugates.columns
+        return Columns(self.mlp, beside, 0 if self.recurrent is None else self.recurrent.groups)
 
     @property
     def q_rows(self) -> int:
@@ -250,6 +297,14 @@ class LayerConfig:
         bare: dict[str, Any] = dict(rope=None, qkv_bias=False, out_bias=False, qk_norm=False)
         bare |= dict(kv_heads=0, q_per_kv=1, qkv_joined=None, out_gate=0)
         return replace(self, recurrent=recurrent, **bare)
+
+    def in_context(self, ctx: int) -> LayerConfig:
+        """This layer for a context of so many positions."""
+        indexer = self.indexer
+        if indexer is not None:
+            indexer = replace(indexer, top_k=min(indexer.top_k, ctx))
+        rope = self.rope and self.rope.in_context(ctx)
+        return replace(self, rope=rope, indexer=indexer)
 
     def replicated(self, times: int) -> LayerConfig:
         """This layer with every KV head stored `times` times, its query heads dealt out."""
@@ -280,9 +335,11 @@ class ModelConfig:
     embed_scale: float = 1.0
     embed_norm: NormStyle | None = None
     embed_kept: bool = False  # beside the residual, for layers that add it again
+    streams: int = 1  # of the residual (see `AltUp`)
     layer_inputs: int = 0  # channels that each layer reads beside the residual
-    kept: int = 0  # residuals of layers that go beside the newest: see `models.streams`
+    kept: int = 0  # residuals of layers that go beside the newest: see `models.kept`
     positions: int = 0  # rows of a learned position embedding; 0 for none
+    whole_ctx: int = 0  # positions within which sparse attention leaves none out; 0: see layers
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     unused: tuple[str, ...] = ()  # ends of names of tensors that a file may have for nothing
@@ -292,8 +349,13 @@ class ModelConfig:
     @property
     def width(self) -> int:
         """Channels of the residual and of what goes beside it."""
-        kept = self.embed * (self.kept + self.embed_kept)
+        kept = self.embed * (self.streams - 1 + self.kept + self.embed_kept)
         return self.embed + kept + self.layer_inputs * len(self.layers)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a position's logits are made of it and earlier ones alone."""
+        return all(layer.causal for layer in self.layers)
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -318,9 +380,13 @@ class ModelConfig:
                 f"a context (-c) of {ctx} is longer than the {self.positions} positions that "
                 f"{self.architecture} has learned; give -c {self.positions} or less"
             )
-        ropes = [layer.rope and layer.rope.in_context(ctx) for layer in self.layers]
-        pairs = zip(self.layers, ropes, strict=True)
-        return replace(self, layers=tuple(replace(layer, rope=rope) for layer, rope in pairs))
+        if 0 < self.whole_ctx < ctx:
+            raise ModelError(
+                f"a context (-c) of {ctx} is longer than the {self.whole_ctx} positions of which "
+                f"{self.architecture} attends to all, and choosing blocks among more is not "
+                f"supported; give -c {self.whole_ctx} or less"
+            )
+        return replace(self, layers=tuple(layer.in_context(ctx) for layer in self.layers))
 
     def shape(self, mlp_block: int = 32) -> ModelShape:
         """The sizes that a plan needs; `mlp_block` is the block size of the down tensors' type."""

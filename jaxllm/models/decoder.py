@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +19,7 @@ from jaxllm.models.layers import (
     Heads,
     HeadsOut,
     Norm,
+    activation,
     normalise,
     param,
 )
@@ -32,7 +34,8 @@ def attention(
     """What stands before and after attention of a layer's slice."""
     if cfg.latent is None:
         return QKV(cfg, kv_heads, embed, dtype), HeadsOut(cfg, kv_heads, embed, dtype)
-    return LatentQKV(cfg, kv_heads, embed, dtype), LatentOut(cfg, kv_heads, embed, dtype)
+    qkv = LatentQKV(cfg, kv_heads, embed, dtype)
+    return qkv, LatentOut(cfg, kv_heads, embed, dtype, qkv.keys)
 
 
 class DecoderBlock(Block):
@@ -103,6 +106,8 @@ class DecoderBlock(Block):
             q, k = self.head_norms(q, k, squares)
         if not self.cfg.rope_first:
             q, k = self._turn(q, k, positions)
+        if isinstance(self.qkv, LatentQKV) and k is not None and v is not None:
+            k, v = self.qkv.turn(k, v, positions)
         if v is not None and self.cfg.v_norm:
             v = normalise(v.astype(jnp.float32), "rms", self.cfg.eps).astype(v.dtype)
         if self.cfg.temperature is not None:
@@ -140,7 +145,10 @@ class DecoderBlock(Block):
         out = self.recurrent if self.out is None else self.out
         y = total if out is None else out.finish(total, x.dtype)
         joined = self._add(self._kept(x, self._read), y, self.out_bias, self.post_attn_norm)
-        return joined, self._mlp_read(joined, x)
+        read = self._mlp_read(joined, x)
+        if self.cfg.mlp_bare:
+            joined = self._add(joined, activation(self.cfg)(read), None, self.post_mlp_norm)
+        return joined, read
 
     def _kept(self, x: Array, read: Callable[[Array], Array]) -> Array:
         """What half a layer adds to: the residual x, or some times what it reads of it."""
@@ -157,9 +165,9 @@ class DecoderBlock(Block):
             joined, norm = x, norm or self.attn_norm
         return joined if norm is None else norm(joined)
 
-    def mlp(self, read: Array) -> Array:
+    def end_mlp(self, begun: Any, total: Array | None) -> Array:
         assert self.ffn is not None
-        return self.ffn(read)
+        return self.ffn(begun)
 
     def join_mlp(self, x: Array, total: Array) -> Array:
         assert self.ffn is not None

@@ -1,13 +1,18 @@
-"""deepseek2 (DeepSeek V2 and V3 and their kin) and mistral4, whose attention is latent."""
+"""Families whose attention is latent: deepseek2 (DeepSeek V2 and V3 and their kin), mistral4, and
+with an indexer deepseek32 and glm-dsa."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import log, sqrt
+
+import numpy as np
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import Latent, LayerConfig, ModelConfig, Temperature
+from jaxllm.models.config import Indexer, Latent, LayerConfig, ModelConfig, Pairs, Temperature
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
 from jaxllm.models.routing import Routing
@@ -44,10 +49,8 @@ def latent_layer(meta: Metadata, tensors: Tensors, index: int, layer: LayerConfi
         v_dim=meta.require("attention.value_length_mla", int),
     )
     magnitude = float(meta.get("rope.scaling.attn_factor", 1.0))
-    grown = magnitude
-    if (
-        rope is not None and rope.yarn is not None
-    ):  # its magnitude is a part of the score scale, not of the rotation
+    grown = magnitude  # a part of the score scale, not of the rotation
+    if rope is not None and rope.yarn is not None:
         grown *= 1.0 + float(meta.get("rope.scaling.yarn_log_multiplier", 0.0)) * log(rope.scale)
     layer = replace(layer, latent=latent, scale=grown * grown / sqrt(k_dim))
     scale = float(meta.get("attention.temperature_scale", 0.0))
@@ -57,4 +60,43 @@ def latent_layer(meta: Metadata, tensors: Tensors, index: int, layer: LayerConfi
     return layer.with_rope(magnitude=magnitude)
 
 
-FAMILY = Family(DecoderBlock, configure)
+def _sparse(meta: Metadata, tensors: Tensors, pairs: Pairs) -> ModelConfig:
+    """As `configure`, with an indexer of these rope pairs in every layer."""
+    types = meta.get("attention.indexer.types", 0 if _shares_choices(meta) else 1)
+    if not np.all(np.asarray(types)):
+        raise ModelError(
+            f"layers of {meta.architecture} that attend to what an earlier layer chose are not "
+            "supported; use a model whose layers choose for themselves"
+        )
+    heads, dim, top_k = (
+        meta.require(f"attention.indexer.{key}", int)
+        for key in ("head_count", "key_length", "top_k")
+    )
+    routing = Routing("sigmoid", scores_key=True, normalised=None)
+    layers = []
+    for i, own in enumerate(read_layer(meta, tensors, "neighbours", routing=routing)):
+        layer = latent_layer(meta, tensors, i, own)
+        assert layer.rope is not None
+        if heads < 1 or top_k < 1 or dim < layer.rope.dim:
+            raise ModelError(
+                f"the indexer has {heads} heads of {dim} and chooses {top_k} keys; it needs one of "
+                f"{layer.rope.dim} at least"
+            )
+        bias = "blk.0.indexer.k_norm.bias" in tensors
+        indexer = Indexer(heads, dim, top_k, replace(layer.rope, pairs=pairs), bias)
+        layers.append(replace(layer, indexer=indexer, k_dim=layer.k_dim + dim))
+    return read_model(meta, tensors, layers)
+
+
+def _shares_choices(meta: Metadata) -> bool:
+    """Whether files of such a context mean, where they do not say it, that most layers have no
+    indexer of their own."""
+    return meta.architecture == "glm-dsa" and int(meta.get("context_length", 0)) >= 1 << 20
+
+
+FAMILIES: Mapping[str, Family] = {
+    "deepseek2": Family(DecoderBlock, configure),
+    "deepseek32": Family(DecoderBlock, partial(_sparse, pairs="halves")),
+    "glm-dsa": Family(DecoderBlock, partial(_sparse, pairs="neighbours")),
+    "mistral4": Family(DecoderBlock, configure),
+}

@@ -33,8 +33,8 @@ class EarlyBlock(DecoderBlock):
         early = x if self.early_norm is None else self.early_norm(x)
         return joined, jnp.concatenate([read, early], axis=-1)
 
-    def mlp(self, read: Array) -> Array:
-        late, early = jnp.split(read, 2, axis=-1)
+    def end_mlp(self, begun: Array, total: Array | None) -> Array:
+        late, early = jnp.split(begun, 2, axis=-1)
         assert isinstance(self.ffn, RoutedMLP)
         if self.early_norm is None:
             return self.ffn.routed(late, early)

@@ -112,60 +112,50 @@ class Narrowing(nnx.Module):
         return y + shared if shared.shape[-1] else y
 
 
-class RoutedMLP(nnx.Module):
+class ExpertMLPs(nnx.Module):
     """sum over the chosen experts of weight * down(act(gate(x)) * up(x)), or without the gate: a
-    partial (Shazeer et al. 2017, with gated experts as in Jiang et al. 2024)."""
+    partial (Shazeer et al. 2017, with gated experts as in Jiang et al. 2024). `suffix` ends the
+    names of their tensors; columns are cut along `axis`."""
 
-    def __init__(self, cfg: LayerConfig, columns: Columns, embed: int, dtype: jnp.dtype):
-        assert cfg.experts is not None
-        self.cfg, self.experts = cfg, cfg.experts
-        n = cfg.experts.count
-        self.router = Router(cfg.experts, embed)
-        joined, pair = ("ffn_gate_up_exps",), 2 if cfg.mlp_gated else 1
-        gate_up = joined if cfg.experts.joined else ("ffn_gate_exps", "ffn_up_exps")[-pair:]
-        self.narrowing = Narrowing(cfg, embed, dtype) if cfg.experts.narrow else None
-        whole, embed = embed, cfg.experts.narrow or embed
+    def __init__(
+        self,
+        cfg: LayerConfig,
+        experts: Experts,
+        columns: int,
+        embed: int,
+        dtype: jnp.dtype,
+        suffix: str = "_exps",
+        axis: str = "mlp",
+    ):
+        self.cfg, self.experts = cfg, experts
+        n, pair = experts.count, 2 if cfg.mlp_gated else 1
+        names = ("ffn_gate_up",) if experts.joined else ("ffn_gate", "ffn_up")[-pair:]
+        gate_up = tuple(f"{name}{suffix}" for name in names)
         self.gate_up = matrix(
-            (n, pair, columns.mlp, embed),
-            ("expert", "pair", "mlp", "embed"),
+            (n, pair, columns, embed),
+            ("expert", "pair", axis, "embed"),
             tuple(f"{name}.weight" for name in gate_up),
             dtype,
             form="experts_stack",
         )
         self.down = matrix(
-            (n, embed, columns.mlp),
-            ("expert", "embed", "mlp"),
-            ("ffn_down_exps.weight",),
+            (n, embed, columns),
+            ("expert", "embed", axis),
+            (f"ffn_down{suffix}.weight",),
             dtype,
             form="experts_columns",
         )
         biases = tuple(f"{name}.bias" for name in gate_up)
-        shape, axes = (n, pair, columns.mlp), ("expert", "pair", "mlp")
-        wanted = cfg.experts.biases
+        shape, axes = (n, pair, columns), ("expert", "pair", axis)
+        wanted = experts.biases
         self.gate_up_bias = param(shape, axes, biases, FLOAT, "experts_stack") if wanted else None
-        axes, biases = ("expert", "embed"), ("ffn_down_exps.bias",)
+        axes, biases = ("expert", "embed"), (f"ffn_down{suffix}.bias",)
         self.down_bias = param((n, embed), axes, biases, FLOAT, "once") if wanted else None
-        self.down_scale = _each(n, "ffn_down_exps.scale" if cfg.experts.down_scale else None)
-        shared = cfg.experts.shared
-        self.shared = SharedMLP(cfg, columns.shared, whole, dtype) if shared else None
+        self.down_scale = _each(n, f"ffn_down{suffix}.scale" if experts.down_scale else None)
 
-    def __call__(self, x: Array) -> Array:
-        """x [B, T, D] -> [B, T, D], to be summed over devices (or see `Narrowing`)."""
-        if self.narrowing is not None:
-            y = self.routed(linear(x, self.narrowing.down[...]), x)
-            return y if self.shared is None else jnp.concatenate([y, self.shared(x)], axis=-1)
-        y = self.routed(x, x)
-        y = y if self.shared is None else y + self.shared(x)
-        return y if self.experts.blend == 1.0 else y * jnp.asarray(self.experts.blend, y.dtype)
-
-    def finish(self, total: Array, dtype: jnp.dtype) -> Array:
-        """What is added to the residual [B, T, D], of the sum over devices."""
-        return total if self.narrowing is None else self.narrowing.finish(total)
-
-    def routed(self, x: Array, route: Array) -> Array:
-        """The mixture alone, of x [B, T, D]; the router reads `route` [B, T, D]."""
+    def mix(self, x: Array, weights: Array, chosen: Array) -> Array:
+        """x [B, T, D] through experts `chosen` [B T, used] with their weights: [B, T, D]."""
         rows = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.router(route.reshape(-1, route.shape[-1]))
         # A step of one token a row multiplies each alone: its bits depend on no other row.
         block = 1 if x.shape[1] == 1 else min(BLOCK_ROWS, len(rows))
         y = self.run(rows, weights, chosen, block)
@@ -215,6 +205,36 @@ class RoutedMLP(nnx.Module):
         else:
             y = activation(self.cfg)(y)
         return linear(y, self.down[...][expert])
+
+
+class RoutedMLP(ExpertMLPs):
+    """A mixture of experts in the place of an MLP, with an MLP beside it where the layer has one:
+    a partial."""
+
+    def __init__(self, cfg: LayerConfig, columns: Columns, embed: int, dtype: jnp.dtype):
+        experts = cfg.experts
+        assert experts is not None
+        super().__init__(cfg, experts, columns.mlp, experts.narrow or embed, dtype)
+        self.narrowing = Narrowing(cfg, embed, dtype) if experts.narrow else None
+        self.router = Router(experts, embed)
+        self.shared = SharedMLP(cfg, columns.shared, embed, dtype) if experts.shared else None
+
+    def __call__(self, x: Array) -> Array:
+        """x [B, T, D] -> [B, T, D], to be summed over devices (or see `Narrowing`)."""
+        if self.narrowing is not None:
+            y = self.routed(linear(x, self.narrowing.down[...]), x)
+            return y if self.shared is None else jnp.concatenate([y, self.shared(x)], axis=-1)
+        y = self.routed(x, x)
+        y = y if self.shared is None else y + self.shared(x)
+        return y if self.experts.blend == 1.0 else y * jnp.asarray(self.experts.blend, y.dtype)
+
+    def finish(self, total: Array, dtype: jnp.dtype) -> Array:
+        """What is added to the residual [B, T, D], of the sum over devices."""
+        return total if self.narrowing is None else self.narrowing.finish(total)
+
+    def routed(self, x: Array, route: Array) -> Array:
+        """The mixture alone, of x [B, T, D]; the router reads `route` [B, T, D]."""
+        return self.mix(x, *self.router(route.reshape(-1, route.shape[-1])))
 
 
 def feed_forward(

@@ -45,14 +45,15 @@ def read_positive(meta: Metadata, key: str, value: Any) -> float:
     return number
 
 
-def refuse_unread(meta: Metadata, window: bool) -> None:
+def refuse_unread(meta: Metadata, window: bool, causal: bool = True) -> None:
     """ModelError for settings that llama.cpp applies to every architecture and this package does
-    not; `window` says that layers with a sliding window must have the sizes of those without.
+    not; `window` says that layers with a sliding window must have the sizes of those without,
+    `causal` that a position may not see later ones.
 
     All other keys count only for architectures whose loader in llama.cpp reads them; files carry
     many that theirs does not (attention.scale, logit_scale, clamps, soft caps, windows, ...).
     """
-    if meta.get("attention.causal", True) is not True:
+    if causal and meta.get("attention.causal", True) is not True:
         raise ModelError(
             f"{meta.architecture}.attention.causal is {meta.get('attention.causal')!r}; only "
             "models with True are supported"
@@ -154,7 +155,7 @@ def read_layer(
     that of a family whose layers may be mixtures of experts, `partial` that they may lack attention
     or an MLP, whose numbers are then zero.
     """
-    refuse_unread(meta, window)
+    refuse_unread(meta, window, changes.get("causal", True))
     embed = meta.require("embedding_length", int)
     blocks = meta.require("block_count", int)
     count = blocks - int(meta.get(DRAFTS, 0))

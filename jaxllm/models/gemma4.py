@@ -6,29 +6,14 @@ from dataclasses import replace
 from math import sqrt
 
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import SANDWICH, Columns, LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
-from jaxllm.models.layers import ACTIVATIONS, Array, Heads, Norm, linear, matrix, param
-
-
-class LayerGate(nnx.Module):
-    """norm(proj(gelu(gate(x)) * inputs)): what a layer adds from its own inputs."""
-
-    def __init__(self, cfg: LayerConfig, inputs: int, embed: int, dtype: jnp.dtype):
-        axes = ("embed", "embed")
-        self.gate = matrix((inputs, embed), axes, ("inp_gate.weight",), dtype)
-        self.proj = matrix((embed, inputs), axes, ("proj.weight",), dtype)
-        self.norm = Norm(embed, cfg.eps, "post_norm.weight")
-
-    def __call__(self, x: Array, inputs: Array) -> Array:
-        """x [B, T, D] and inputs [B, T, P] -> [B, T, D]."""
-        gated = ACTIVATIONS["gelu"](linear(x, self.gate[...])) * inputs
-        return self.norm(linear(gated, self.proj[...]))
+from jaxllm.models.inputs import LayerGate
+from jaxllm.models.layers import Array, Heads, param
 
 
 class Gemma4Block(DecoderBlock):

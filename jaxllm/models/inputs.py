@@ -7,8 +7,8 @@ from math import sqrt
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.config import ModelConfig
-from jaxllm.models.layers import Array, Norm, linear, matrix
+from jaxllm.models.config import LayerConfig, ModelConfig
+from jaxllm.models.layers import ACTIVATIONS, Array, Norm, linear, matrix
 from jaxllm.models.quantised import values
 
 
@@ -30,3 +30,18 @@ class LayerInputs(nnx.Module):
         made = linear(x, self.proj[...]) * jnp.asarray(1.0 / sqrt(cfg.embed), x.dtype)
         made = self.norm(made.reshape(*x.shape[:-1], -1, cfg.layer_inputs)).reshape(own.shape)
         return (own + made) * jnp.asarray(sqrt(0.5), x.dtype)
+
+
+class LayerGate(nnx.Module):
+    """norm(proj(gelu(gate(x)) * inputs)): what a layer adds from its own inputs."""
+
+    def __init__(self, cfg: LayerConfig, inputs: int, embed: int, dtype: jnp.dtype):
+        axes = ("embed", "embed")
+        self.gate = matrix((inputs, embed), axes, ("inp_gate.weight",), dtype)
+        self.proj = matrix((embed, inputs), axes, ("proj.weight",), dtype)
+        self.norm = Norm(embed, cfg.eps, "post_norm.weight")
+
+    def __call__(self, x: Array, inputs: Array) -> Array:
+        """x [B, T, D] and inputs [B, T, P] -> [B, T, D]."""
+        gated = ACTIVATIONS["gelu"](linear(x, self.gate[...])) * inputs
+        return self.norm(linear(gated, self.proj[...]))

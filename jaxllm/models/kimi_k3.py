@@ -12,22 +12,22 @@ from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
+from jaxllm.models.kept import KeptMix
 from jaxllm.models.kimi import mixed_layers
 from jaxllm.models.layers import Array
 from jaxllm.models.routing import Routing
-from jaxllm.models.streams import StreamMix
 
 
 class KeptBlock(DecoderBlock):
-    """A DecoderBlock whose halves read mixtures of residuals: see `jaxllm.models.streams`."""
+    """A DecoderBlock whose halves read mixtures of residuals: see `jaxllm.models.kept`."""
 
     def __init__(
         self, cfg: LayerConfig, kv_heads: int, columns: Columns, embed: int, dtype: jnp.dtype
     ):
         super().__init__(cfg, kv_heads, columns, embed, dtype)
         self.embed = embed
-        self.attn_mix = StreamMix(embed, cfg.eps, "attn_res_score.weight")
-        self.mlp_mix = StreamMix(embed, cfg.eps, "ffn_res_score.weight")
+        self.attn_mix = KeptMix(embed, cfg.eps, "attn_res_score.weight")
+        self.mlp_mix = KeptMix(embed, cfg.eps, "ffn_res_score.weight")
 
     def _read(self, x: Array) -> Array:
         return super()._read(self.attn_mix(x, self.cfg.earlier))

@@ -38,7 +38,10 @@ TILE = 1 << 16  # values of a quantised matrix that a CPU unpacks at a time
 
 
 def linear(x: Array, w: Array | Quantised) -> Array:
-    """x [..., in] times w [out, in] transposed: [..., out] in x's dtype."""
+    """x [..., in] times w [out, in] transposed: [..., out] in x's dtype. A device may have no
+    columns of one of the MLPs of a layer; its product is zero."""
+    if x.shape[-1] == 0:
+        return jnp.zeros((*x.shape[:-1], w.shape[0]), x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     y = quantised_product(rows, w) if isinstance(w, Quantised) else product(rows, w)
     return y.reshape(*x.shape[:-1], w.shape[0])
@@ -310,19 +313,21 @@ class DenseMLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """x [B, T, D] -> [B, T, D], to be summed over devices (see `SubNorm`)."""
-        y, w = self.hidden(x), self.down[...]
+        y, w = self.hidden(self.columns(x)), self.down[...]
         return linear(y, w) if self.sub_norm is None else self.sub_norm.project(y, w)
 
     def finish(self, total: Array, dtype: jnp.dtype) -> Array:
         """What is added to the residual [B, T, D], of the sum over devices."""
         return total if self.sub_norm is None else self.sub_norm.finish(total, dtype)
 
-    def hidden(self, x: Array) -> Array:
-        """x [B, T, D] -> [B, T, own columns]."""
+    def columns(self, x: Array) -> Array:
+        """x [B, T, D] -> [B, T, own columns], of gate and up one after the other if it is gated."""
         w = self.up[...]
         y = linear(x, w.reshape(-1, w.shape[-1]))
-        if self.bias is not None:
-            y = y + self.bias[...].reshape(-1)
+        return y if self.bias is None else y + self.bias[...].reshape(-1)
+
+    def hidden(self, y: Array) -> Array:
+        """What `columns` gives -> [B, T, own columns] as the down projection reads them."""
         if self.cfg.mlp_gated:
             y = gated(self.cfg, *jnp.split(y, 2, axis=-1))
         else:

@@ -14,7 +14,7 @@ from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
 from jaxllm.models.plain import plain
 from jaxllm.models.positions import pictured
-from jaxllm.models.routing import Routing
+from jaxllm.models.routing import Routing, without_experts
 
 SOFTMAX = Routing()
 RAW = Routing(normalised=False)
@@ -33,17 +33,22 @@ def _dbrx(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 
 def _ernie(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """Which layers are mixtures is said twice: by numbers and by their tensors."""
+    """Numbers say which layers are mixtures; experts of others are not used, as in llama.cpp."""
     layers = read_layer(meta, tensors, "neighbours", routing=SOFTMAX)
     lead = int(meta.get("leading_dense_block_count", 0))
     step = int(meta.get("interleave_moe_layer_step", 1)) or 1
+    bare = []
     for i, layer in enumerate(layers):
-        if (layer.experts is not None) != (i >= lead and (i + 1) % step == 0):
+        mixture = i >= lead and (i + 1) % step == 0
+        if mixture and layer.experts is None:
             raise ModelError(
-                f"layer {i} has {'' if layer.experts else 'no '}experts, other than its place "
-                f"after {lead} dense layers and in steps of {step} says; convert the model again"
+                f"layer {i} has no experts, other than its place after {lead} dense layers and in "
+                f"steps of {step} says; convert the model again"
             )
-    return read_model(meta, tensors, layers)
+        if not mixture and layer.experts is not None:
+            bare.append(i)
+    layers, unused = without_experts(layers, bare)
+    return read_model(meta, tensors, layers, unused=unused)
 
 
 def _grok(meta: Metadata, tensors: Tensors) -> ModelConfig:
@@ -73,6 +78,20 @@ def _grok(meta: Metadata, tensors: Tensors) -> ModelConfig:
     )
 
 
+def _minimax_m3(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Attention is to the best blocks of keys by an indexer; only contexts of no more blocks than
+    that are supported, in which it has no say."""
+    block, top_k = (
+        meta.require(f"attention.indexer.{key}", int) for key in ("block_size", "top_k")
+    )
+    meta.require("expert_gating_func", int)
+    layers = read_layer(meta, tensors, "halves", routing=SIGMOID, activation="clamped_swiglu")
+    unused = [f"indexer.{side}_{part}.weight" for side in "qk" for part in ("proj", "norm")]
+    return read_model(
+        meta, tensors, layers, whole_ctx=int(block) * int(top_k), unused=tuple(unused)
+    )
+
+
 def _mistral3(meta: Metadata, tensors: Tensors) -> ModelConfig:
     layers = read_layer(meta, tensors, "neighbours", routing=SOFTMAX)
     scale, key = (
@@ -97,6 +116,7 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan-moe": plain("halves", rope_first=True, routing=SOFTMAX),
     "hy_v3": plain("halves", unused=DENSE, routing=SIGMOID),
     "minimax-m2": plain("halves", routing=Routing("sigmoid", scores_key=True)),
+    "minimax-m3": Family(DecoderBlock, _minimax_m3),
     "mistral3": Family(DecoderBlock, _mistral3),
     "olmoe": plain("halves", routing=RAW),
     "phimoe": plain("halves", routing=SOFTMAX),

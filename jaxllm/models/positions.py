@@ -12,6 +12,7 @@ from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig, Pairs
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, check_numbers, read_layer, read_model
 from jaxllm.models.plain import NOTHING, PLAIN_MLP, plain
+from jaxllm.models.routing import Routing, without_experts
 
 ALIBI = 8.0  # the largest exponent of families whose files do not say it
 UNBIASED = MappingProxyType(dict(head_bias=False, unused=("output.bias",)))  # as in llama.cpp
@@ -49,6 +50,14 @@ def _jais(meta: Metadata, tensors: Tensors) -> ModelConfig:
     scale = 1.0 / int(meta.get("attention.key_length", embed // heads))
     layers = read_layer(meta, tensors, None, "layer", alibi=alibi, scale=scale)
     return read_model(meta, tensors, layers)
+
+
+def _refact(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """The architecture has no mixtures; experts that a file has are not used, as in llama.cpp."""
+    layers = read_layer(meta, tensors, None, alibi=ALIBI, routing=Routing())
+    bare = [i for i, layer in enumerate(layers) if layer.experts is not None]
+    layers, unused = without_experts(layers, bare)
+    return read_model(meta, tensors, layers, unused=("rope_freqs.weight", *unused))
 
 
 def pictured(
@@ -108,5 +117,5 @@ FAMILIES: Mapping[str, Family] = {
     "paddleocr": pictured("halves"),
     "qwen2vl": pictured("halves", ends=UNBIASED, needs_eps=False),
     "qwen3vl": pictured("halves", interleaved=True),
-    "refact": plain(None, alibi=ALIBI, unused=("rope_freqs.weight",)),
+    "refact": Family(DecoderBlock, _refact),
 }

@@ -8,14 +8,18 @@ from difflib import get_close_matches
 from jaxllm.errors import ModelError
 from jaxllm.models import (
     deepseek2,
+    diffusion,
     early,
     gemma2,
     gemma3,
+    gemma3n,
     gemma4,
+    grove,
     hybrids,
     kimi,
     kimi_k3,
     llama,
+    minicpm3,
     mixtures,
     mixtures_windowed,
     plain,
@@ -29,14 +33,17 @@ from jaxllm.models import (
 from jaxllm.models.family import Family
 
 FAMILIES: Mapping[str, Family] = {
-    "deepseek2": deepseek2.FAMILY,
-    "mistral4": deepseek2.FAMILY,
     "kimi-k3": kimi_k3.FAMILY,
+    "minicpm3": minicpm3.FAMILY,
     "llama": llama.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma3.FAMILY,
+    "gemma3n": gemma3n.FAMILY,
     "gemma4": gemma4.FAMILY,
+    "grovemoe": grove.FAMILY,
     "talkie": talkie.FAMILY,
+    **deepseek2.FAMILIES,
+    **diffusion.FAMILIES,
     **early.FAMILIES,
     **hybrids.FAMILIES,
     **kimi.FAMILIES,

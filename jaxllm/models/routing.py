@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.gguf.reader import TensorInfo
-from jaxllm.models.config import Experts
+from jaxllm.models.config import Experts, LayerConfig
 
 Tensors = Mapping[str, TensorInfo]
 Scores = Literal["softmax", "sigmoid", "chosen"]
@@ -47,7 +48,7 @@ def read_experts(
     if not 0 < used <= count:
         raise ModelError(f"expert_used_count is {used}; it must be between 1 and {count} experts")
     groups, groups_used = _groups(meta, count, used)
-    shared = _columns(tensors, f"{prefix}ffn_down{routing.shared}.weight", 0)
+    shared = columns_of(tensors, f"{prefix}ffn_down{routing.shared}.weight", 0)
     experts = Experts(
         count,
         used,
@@ -75,7 +76,7 @@ def read_experts(
         reads=routing.reads,
         **_narrow(tensors, prefix),
     )
-    return {"experts": experts, "mlp": _columns(tensors, f"{prefix}ffn_down_exps.weight")}
+    return {"experts": experts, "mlp": columns_of(tensors, f"{prefix}ffn_down_exps.weight")}
 
 
 def _narrow(tensors: Tensors, prefix: str) -> dict[str, Any]:
@@ -88,7 +89,29 @@ def _narrow(tensors: Tensors, prefix: str) -> dict[str, Any]:
     return {}
 
 
-def _columns(tensors: Tensors, name: str, default: int | None = None) -> int:
+def without_experts(
+    layers: Sequence[LayerConfig], which: Sequence[int]
+) -> tuple[list[LayerConfig], tuple[str, ...]]:
+    """The layers, those at `which` without their experts, and the names of tensors that are of no
+    use then: llama.cpp looks for a single MLP there, and where it finds none computes with the
+    activation alone."""
+    if which:
+        warnings.warn(
+            f"experts of layers {', '.join(map(str, which))} are where the architecture has none; "
+            "they are left out, as in llama.cpp",
+            stacklevel=2,
+        )
+    changed = [
+        replace(layer, experts=None, mlp=0, mlp_bare=True) if i in which else layer
+        for i, layer in enumerate(layers)
+    ]
+    parts = ("gate_inp", "gate_exps", "up_exps", "down_exps", "gate_up_exps")
+    parts = (*parts, "gate_shexp", "up_shexp", "down_shexp")
+    names = (*(f"ffn_{part}.weight" for part in parts), "exp_probs_b.bias")
+    return changed, tuple(f"blk.{i}.{name}" for i in which for name in names)
+
+
+def columns_of(tensors: Tensors, name: str, default: int | None = None) -> int:
     """What the down tensor of that name reads: the columns of its MLP."""
     if name in tensors:
         return tensors[name].shape[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
@@ -23,10 +24,14 @@ from jaxllm.models.routing import Routing
 
 
 def granite_layers(meta: Metadata, tensors: Tensors, **layer: Any) -> list[LayerConfig]:
-    """Granite's layers; a file may say that there is no rope."""
+    """Granite's layers; a file may say that there is no rope, and how scores are scaled."""
     residual = float(meta.get("residual_scale", 0.0)) or 1.0
+    scale = float(meta.get("attention.scale", 0.0))
+    scaled = {"scale": scale} if scale else {}
     pairs = "neighbours" if meta.get("rope.scaling.finetuned", True) else None
-    return read_layer(meta, tensors, pairs, routing=Routing(), residual_scale=residual, **layer)
+    return read_layer(
+        meta, tensors, pairs, routing=Routing(), residual_scale=residual, **scaled, **layer
+    )
 
 
 def granite_model(
@@ -42,6 +47,20 @@ def granite_model(
 
 def _granite(meta: Metadata, tensors: Tensors) -> ModelConfig:
     return granite_model(meta, tensors, granite_layers(meta, tensors))
+
+
+def _granite_swa(meta: Metadata, tensors: Tensors) -> ModelConfig:
+    """Every layer has sinks; which have a window, and which a rope, is said of each."""
+    meta.require("attention.sliding_window", int)
+    meta.require("attention.sliding_window_pattern")
+    layers = granite_layers(meta, tensors)
+    ropes = meta.per_layer("attention.rope_pattern", len(layers), True)
+    windows = read_windows(meta, len(layers), period=0)
+    layers = [
+        replace(layer, window=window, rope=layer.rope if turns else None)
+        for layer, window, turns in zip(layers, windows, ropes, strict=True)
+    ]
+    return granite_model(meta, tensors, layers)
 
 
 def _minicpm(meta: Metadata, tensors: Tensors) -> ModelConfig:
@@ -83,6 +102,7 @@ FAMILIES: Mapping[str, Family] = {
     "command-r": Family(DecoderBlock, _command_r),
     "gemma": Family(DecoderBlock, _gemma),
     "granite": Family(DecoderBlock, _granite),
+    "granite_swa": Family(DecoderBlock, _granite_swa),
     "granitemoe": Family(DecoderBlock, _granite),
     "minicpm": Family(DecoderBlock, _minicpm),
 }

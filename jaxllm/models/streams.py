@@ -1,33 +1,43 @@
-"""A residual that begins anew every some layers, the ones before it kept beside it (Kimi K3).
-
-The residual is [B, T, D (1 + M)]: the newest in the first D channels, then those that were kept,
-oldest first, and zeros for those to come. What a half of a layer reads is a mixture of those that
-there are, weighed by a softmax of scores.
-"""
+"""The ends of several residual streams (AltUp, Baykal et al. 2023, as in Gemma 3n)."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.layers import Array, normalise, param
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.layers import Array, linear, matrix
 
 
-class StreamMix(nnx.Module):
-    """The mixture, by a score of each residual when normalised."""
+class Streams(nnx.Module):
+    """The first stream is the embedding; the others are projected from it and scaled to its length.
+    At the end they are projected back, scaled to the length of the first, and all are averaged."""
 
-    def __init__(self, embed: int, eps: float, source: str):
-        self.score = param((embed,), ("embed",), (source,), jnp.dtype(jnp.float32))
-        self.eps = eps
+    def __init__(self, cfg: ModelConfig, dtype: jnp.dtype):
+        self.count, embed = cfg.streams, cfg.embed
+        shape, axes = (cfg.streams - 1, embed, embed), ("stream", "embed", "embed")
+        source = "/altup_proj.weight", "/altup_unembd_proj.weight"
+        self.proj, self.unproj = (
+            matrix(shape, axes, (name,), dtype, form="experts_columns") for name in source
+        )
 
-    def __call__(self, x: Array, kept: int) -> Array:
-        """The newest of x [B, T, D (1 + M)] and the first so many kept -> [B, T, D]."""
-        score = self.score[...]
-        size = score.shape[0]
-        if kept == 0:
-            return x[..., :size]
-        parts = x[..., : size * (1 + kept)].astype(jnp.float32)
-        parts = parts.reshape(*x.shape[:-1], 1 + kept, size)
-        scores = jnp.sum(normalise(parts, "rms", self.eps) * score, axis=-1, keepdims=True)
-        return jnp.sum(jax.nn.softmax(scores, axis=-2) * parts, axis=-2).astype(x.dtype)
+    def spread(self, x: Array) -> Array:
+        """x [..., D] -> [..., streams * D]."""
+        w = self.proj[...]
+        others = [_resized(linear(x, w[i]), x) for i in range(self.count - 1)]
+        return jnp.concatenate([x, *others], axis=-1)
+
+    def join(self, x: Array) -> Array:
+        """x [..., streams * D] -> [..., D]."""
+        w, (first, *others) = self.unproj[...], jnp.split(x, self.count, axis=-1)
+        back = [_resized(linear(other, w[i]), first) for i, other in enumerate(others)]
+        return sum(back, first) / jnp.asarray(self.count, x.dtype)
+
+
+def _resized(y: Array, like: Array) -> Array:
+    """y [..., D] with the length of `like`."""
+
+    def length(x: Array) -> Array:
+        return jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)
+
+    return (y * (length(like) / length(y))).astype(y.dtype)

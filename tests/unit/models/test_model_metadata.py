@@ -77,6 +77,12 @@ def test_window_layers_of_another_size_are_refused(architecture: str):
             configured(architecture, **window, **sizes)
 
 
+def test_granite_reads_the_scale_of_scores():
+    keys = dict(logit_scale=1.0)
+    assert configured("granite", **keys).layers[0].scale == 1.0 / sqrt(64)
+    assert configured("granite", **keys, attention__scale=0.25).layers[0].scale == 0.25
+
+
 def test_gemma2_reads_pattern_and_base_of_windows():
     usual = configured("gemma2", attention__sliding_window=24)
     assert [layer.window for layer in usual.layers] == [24, None] * 3
