@@ -83,7 +83,9 @@ def _fill(model: str, tensor: dict[str, Any]) -> np.ndarray:
 
 def limit(name: str) -> float:
     """The largest NMSE of a float32 run of a model: four orders above the noise of its like."""
-    return 1e-7 if name == "gemma3n-dense" else 1e-9  # its gates near the cut amplify rounding
+    # Gates near the cut of one, norms of small values and mixtures of residuals of the other amplify
+    # rounding.
+    return {"gemma3n-dense": 1e-7, "kimi-k3-moe": 1e-8}.get(name, 1e-9)
 
 
 def _quantisable(name: str, values: np.ndarray) -> bool:

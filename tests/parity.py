@@ -16,8 +16,8 @@ from support import feed, nmse, step
 Reference = Mapping[str, np.ndarray]
 # llama.cpp ran in a context above these models' original one, where they have other factors.
 _CONTEXT = {"minicpm3-dense": 256, "phi3-dense": 256, "phimoe-moe": 256}
-# With tests of their own, as llama.cpp's logits are of something else than the file says: it chooses
-# blocks of keys with flash attention alone, and the keys of a tie by the order of its heap.
+# With tests of their own, as llama.cpp's logits are of something else than the file says: it
+# chooses blocks of keys with flash attention alone, and keys of equal scores as its heap has them.
 OTHERWISE = ("deepseek32-moe", "glm-dsa-moe", "minimax-m3-moe")
 # Pages and chunks far smaller than the prompt: it crosses them and the sliding windows.
 SMALL = dict(page=16, ubatch=32, group_pages=2)

@@ -156,12 +156,12 @@ class Ends(nnx.Module):
     def logits(self, x: Array) -> Array:
         """x [..., D] -> float32 [..., own rows]."""
         head = self.table if self.head is None else self.head
-        x = (
-            x[..., : self.cfg.streams * self.cfg.embed]
-            if self.mix is None
-            else self.mix(x, self.cfg.kept)
-        )
-        x = x if self.streams is None else self.streams.join(x)
+        if self.mix is not None:
+            x = self.mix(x, self.cfg.kept)
+        elif self.streams is not None:
+            x = self.streams.join(x[..., : self.cfg.streams * self.cfg.embed])
+        else:
+            x = x[..., : self.cfg.embed]
         y = linear(self.norm(x), head[...])
         if self.bias is not None:
             y = y + self.bias[...]
