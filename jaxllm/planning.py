@@ -37,6 +37,7 @@ from sharding.options import SplitMode
 DEFAULT_CTX = 2048
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dequantised", "quantised")
+SPEC_TYPES = ("none", "draft-mtp")
 
 
 def options_from(
@@ -100,6 +101,7 @@ CHOSEN = (  # by a fit
     "attn_split",
     "kv",
     "kv_gpu_layers",
+    "kv_gpu_layers_draft",
     "kv_device_bytes",
     "kv_pinned",
     "engine",
@@ -178,6 +180,7 @@ def plan_config(
     fit: bool = False,
     weights: str = "dequantised",
     stored: StoredTypes | None = None,
+    spec_type: str = "none",
     **arguments: Any,
 ) -> PlannedModel:
     """The plan of a model over a mesh; `arguments` are those of `LLM`, of which a fit chooses the
@@ -188,6 +191,12 @@ def plan_config(
     """
     if weights not in WEIGHTS:
         raise OptionError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+    if spec_type not in SPEC_TYPES:
+        raise OptionError(f"spec_type must be one of {', '.join(SPEC_TYPES)}, not {spec_type!r}")
+    if spec_type != "none":
+        if fit:
+            raise OptionError("a fit does not count a draft; drop spec_type, or drop the fit")
+        cfg = cfg.with_draft()
     if weights == "quantised" and stored is None:
         raise OptionError("random weights are not quantised; leave weights at dequantised")
     if fit:

@@ -14,7 +14,7 @@ from sharding.rings import (
     resident_pages,
     ring_positions,
 )
-from sharding.shapes import LayerShape, TensorShape
+from sharding.shapes import Context, LayerShape, TensorShape
 from sharding.splits import Ranges
 
 if TYPE_CHECKING:
@@ -59,13 +59,20 @@ def cache_bytes(plan: Plan, device: int) -> dict[str, int]:
 
 
 def staging_bytes(plan: Plan, device: int) -> int:
-    """Of the groups of pages in flight, at most."""
+    """Of the groups of pages in flight, at most; each context has its own."""
+    contexts: tuple[Context, ...] = "main", "draft"
+    return sum(context_staging(plan, device, context) for context in contexts)
+
+
+def context_staging(plan: Plan, device: int, context: Context) -> int:
+    """Of the groups of one context in flight, at most."""
     if plan.options.kv != "host":
         return 0
     streamed = [
         page_bytes(plan, i, device)
         for i, shape in enumerate(plan.model.layers)
-        if _kept(plan, i, device) < full_pages(plan.options, shape.window)
+        if shape.cache_context == context
+        and _kept(plan, i, device) < full_pages(plan.options, shape.window)
     ]
     largest = max(streamed, default=0)
     return max(1, plan.options.prefetch) * plan.options.group_pages * largest

@@ -70,6 +70,12 @@ def _split_options() -> tuple[SplitOption, ...]:
             number,
         ),
         option(
+            ("-kvgld", "--kv-gpu-layers-draft"),
+            "kv_gpu_layers_draft",
+            "the same of a draft's cache (--spec-type); no other budget counts it",
+            number,
+        ),
+        option(
             ("--kv-device-bytes",),
             "kv_device_bytes",
             f"of a host cache, what to keep on each device: {BYTES_HELP}, or auto: what is free",
@@ -122,6 +128,12 @@ def _split_options() -> tuple[SplitOption, ...]:
             "weights",
             "hold them in --dtype or as the file does (default dequantised)",
             {"choices": ("dequantised", "quantised")},
+        ),
+        option(
+            ("--spec-type",),
+            "spec_type",
+            "also load the layer that predicts tokens ahead (default none)",
+            {"choices": ("none", "draft-mtp")},
         ),
         option(
             ("--engine",),

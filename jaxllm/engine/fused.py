@@ -65,13 +65,15 @@ def forward(
     step: Step,
     total: Callable[[Array], Array],
     span: int | None = None,
+    features: Array | None = None,
 ) -> tuple[Array, Cache]:
     """One step over all layers: the hidden states [N, T, D] before the head, and the new cache.
 
-    With a span rows have one token, and attention reads that many slots of a ring at once.
+    With a span rows have one token, and attention reads that many slots of a ring at once. Tokens
+    of a draft come with features [N, T, D].
     """
     ends = model.ends.bind(leaves.ends)
-    x = total(ends.embed(step.tokens, step.positions, leaves.vocab))
+    x = total(ends.embed(step.tokens, step.positions, leaves.vocab, features))
     rings: dict[int, Ring] = dict(zip(model.cfg.cached, cache.rings, strict=True))
     states: dict[int, State] = dict(zip(model.cfg.stateful, cache.states, strict=True))
     for index, (definition, cfg, values, owner) in enumerate(
@@ -139,15 +141,18 @@ def _forward(
     leaves: Leaves,
     cache: Cache,
     packed: Array,
+    features: Array | None,
     *,
     model: LocalModel,
     mesh: JaxMesh | None,
     span: int | None,
 ) -> tuple[Array, Cache]:
-    def local(leaves: Leaves, cache: Cache, packed: Array) -> tuple[Array, Cache]:
-        return forward(model, leaves, cache, unpack_step(packed), _total(mesh), span)
+    def local(
+        leaves: Leaves, cache: Cache, packed: Array, features: Array | None
+    ) -> tuple[Array, Cache]:
+        return forward(model, leaves, cache, unpack_step(packed), _total(mesh), span, features)
 
-    return _per_device(mesh, local, 2, 1)(leaves, cache, packed)
+    return _per_device(mesh, local, 2, 2)(leaves, cache, packed, features)
 
 
 @_program
@@ -198,6 +203,17 @@ def _head(
         return head_logits(ends.bind(leaves), x, at, vocab, top)
 
     return _per_device(mesh, local, 3, 1)(leaves, vocab, x, at)
+
+
+@partial(jax.jit, static_argnames=("ends", "mesh"))
+def _features(
+    leaves: tuple[Array, ...], x: Array, *, ends: BlockDef, mesh: JaxMesh | None
+) -> Array:
+    def local(leaves: tuple[Array, ...], x: Array) -> Array:
+        return ends.bind(leaves).features(x)
+
+    found = _per_device(mesh, local, 2, 0)(leaves, x)
+    return found if mesh is None else jax.lax.with_sharding_constraint(found[0], _same(mesh))
 
 
 def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[Array, Cache]]:
@@ -295,14 +311,22 @@ class FusedEngine(Engine):
 
     @frees_on_failure
     def forward(
-        self, tokens: np.ndarray, row: int, starts: np.ndarray, used: int | None = None
+        self,
+        tokens: np.ndarray,
+        row: int,
+        starts: np.ndarray,
+        used: int | None = None,
+        features: Array | None = None,
     ) -> Array:
         span = self._write(row, starts, tokens.shape[1], used)
         packed = pack_step(tokens, row, starts, np.zeros_like(starts), used)
+        if features is not None:
+            features = jax.device_put(features, self.same)
         x, self.cache = _forward(
             self.leaves,
             self.cache,
             packed,
+            features,
             model=self.model,
             mesh=self.mesh,
             span=span,
@@ -335,6 +359,10 @@ class FusedEngine(Engine):
             for i, n in enumerate(counts)
         ]
         return merge_top(parts, top)
+
+    @frees_on_failure
+    def features(self, hidden: Array) -> Array:
+        return _features(self.leaves.ends, hidden, ends=self.model.ends, mesh=self.mesh)
 
     def release(self, row: int) -> None:
         self.written[row] = 0

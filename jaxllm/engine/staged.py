@@ -25,7 +25,17 @@ from jaxllm.cache.store import PageStore, group_sizes
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import State, pack_step
 from jaxllm.engine.rows import LayerRow, copy_row, join_heads, of_ring, put_row, take_row
-from jaxllm.engine.stages import Queries, StageIn, attend, cut, embed, head, layer_of, stage
+from jaxllm.engine.stages import (
+    Queries,
+    StageIn,
+    attend,
+    cut,
+    embed,
+    features,
+    head,
+    layer_of,
+    stage,
+)
 from jaxllm.engine.states import StateEnds, StateRow, empty_state
 from jaxllm.models.layers import Array, Device, Heads
 from jaxllm.models.weights import Leaves, LocalModel
@@ -110,13 +120,22 @@ class StagedEngine(Engine):
 
     @frees_on_failure
     def forward(
-        self, tokens: np.ndarray, row: int, starts: np.ndarray, used: int | None = None
+        self,
+        tokens: np.ndarray,
+        row: int,
+        starts: np.ndarray,
+        used: int | None = None,
+        features: Array | None = None,
     ) -> dict[int, Array]:
         rows = len(tokens)
         packed = pack_step(tokens, row, starts, self.floor[row : row + rows], used)
         self.ends.advance(row, starts, tokens.shape[1] if used is None else used)
         step = _Forward(self, packed, row, rows, again=rows == self.plan.options.slots)
-        return step.run()
+        return step.run(features)
+
+    def copy_to(self, whole: Array, device: int) -> Array:
+        """An array of any place on a device of the plan."""
+        return jax.device_put(whole, SingleDeviceSharding(self.devices[device]))
 
     def weights(self) -> list[Array]:
         return jax.tree.leaves([(own.layers, own.ends) for own in self.leaves])
@@ -131,6 +150,11 @@ class StagedEngine(Engine):
                 outs.append(head(leaves.ends, leaves.vocab, hidden[i], at, ends=ends, top=top))
         parts = jax.device_get(outs)
         return merge_top(parts, top) if top else merge_logits(parts)
+
+    @frees_on_failure
+    def features(self, hidden: dict[int, Array]) -> Array:
+        self.at_work = i = min(hidden)
+        return features(self.leaves[i].ends, hidden[i], ends=self.models[i].ends)
 
     @frees_on_failure
     def settle(self, row: int, ends: np.ndarray) -> None:
@@ -297,12 +321,14 @@ class _Forward:
         self.queries: dict[int, Queries] = {}
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
 
-    def run(self) -> dict[int, Array]:
+    def run(self, given: Array | None = None) -> dict[int, Array]:
+        """Through all layers; the tokens of a draft come with features [N, T, D]."""
         engine, plan = self.engine, self.engine.plan
         holders = [i for i, (a, b) in enumerate(plan.vocab) if b > a]
         for i in holders:
             leaves, ends = engine.leaves[i], engine.models[i].ends
-            self.made[i] = embed(leaves.ends, leaves.vocab, self.packed[i], ends=ends)
+            beside = None if given is None else engine.copy_to(given, i)
+            self.made[i] = embed(leaves.ends, leaves.vocab, self.packed[i], beside, ends=ends)
         last = len(plan.layers) - 1
         self._exchange(plan.layers[0].devices)
         self._begin(0, ("enter",))

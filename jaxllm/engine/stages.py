@@ -178,9 +178,21 @@ def attend(
 
 
 @partial(jax.jit, static_argnames=("ends",))
-def embed(leaves: tuple[Array, ...], vocab: Array, packed: Array, *, ends: BlockDef) -> Array:
+def embed(
+    leaves: tuple[Array, ...],
+    vocab: Array,
+    packed: Array,
+    features: Array | None,
+    *,
+    ends: BlockDef,
+) -> Array:
     step = unpack_step(packed)
-    return ends.bind(leaves).embed(step.tokens, step.positions, vocab)
+    return ends.bind(leaves).embed(step.tokens, step.positions, vocab, features)
+
+
+@partial(jax.jit, static_argnames=("ends",))
+def features(leaves: tuple[Array, ...], x: Array, *, ends: BlockDef) -> Array:
+    return ends.bind(leaves).features(x)
 
 
 @partial(jax.jit, static_argnames=("ends", "top"))

@@ -10,7 +10,14 @@ from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import LayerConfig, ModelConfig, Norms
 from jaxllm.models.decoder import DecoderBlock
-from jaxllm.models.family import DRAFTS, Family, Tensors, read_layer, read_model
+from jaxllm.models.family import (
+    DRAFTS,
+    Family,
+    Tensors,
+    read_draft,
+    read_layer,
+    read_model,
+)
 from jaxllm.models.positions import check_sections
 from jaxllm.models.recurrent import DeltaNet
 from jaxllm.models.routing import Routing
@@ -20,29 +27,32 @@ INTERVAL = 4  # of layers with attention, where the file does not say it
 
 
 def _configure(meta: Metadata, tensors: Tensors, pictures: bool) -> ModelConfig:
-    layers = read_layer(meta, tensors, "halves", norms=NORMS, routing=Routing())
+    layers = read_layer(meta, tensors, "halves", norms=NORMS, routing=Routing(), ahead=True)
     if pictures:
         meta.require("rope.dimension_sections")
         check_sections(meta, layers, interleaved=True)
     net = _delta_net(meta, tensors, tiled=pictures)
     linear = _linear_layers(meta, len(layers))
     mixed = [_linear(own, net) if linear[i] else _gated(own, i) for i, own in enumerate(layers)]
+    trunk = len(layers) - int(meta.get(DRAFTS, 0))
+    draft = read_draft(tensors, trunk, mixed[trunk:])
     # Where both ways to store what a delta net reads are there, llama.cpp takes the newer.
-    return read_model(meta, tensors, mixed, unused=(".ssm_in.weight",))
+    return read_model(meta, tensors, mixed[:trunk], draft=draft, unused=(".ssm_in.weight",))
 
 
-def _linear_layers(meta: Metadata, count: int) -> list[bool]:
-    """Whether each layer is a delta net: as the file says, or all but every fourth."""
-    key = "attention.recurrent_layers"
+def _linear_layers(meta: Metadata, stored: int) -> list[bool]:
+    """Whether each layer is a delta net: as the file says, or all but every fourth; layers that
+    predict tokens ahead are none."""
+    key, count = "attention.recurrent_layers", stored - int(meta.get(DRAFTS, 0))
+    ahead = [False] * (stored - count)
     if key in meta:
-        stored = count + int(meta.get(DRAFTS, 0))
-        return [bool(own) for own in meta.per_layer(key, stored)][:count]
+        return [bool(own) for own in meta.per_layer(key, stored)][:count] + ahead
     interval = int(meta.get("full_attention_interval", INTERVAL))
     if interval < 1:
         raise ModelError(
             f"{meta.architecture}.full_attention_interval is {interval}; it must be at least 1"
         )
-    return [(i + 1) % interval != 0 for i in range(count)]
+    return [(i + 1) % interval != 0 for i in range(count)] + ahead
 
 
 def _delta_net(meta: Metadata, tensors: Tensors, tiled: bool) -> DeltaNet:
