@@ -68,7 +68,9 @@ class LLM:
         engine        "auto", "fused" or "staged"
         prefix_cache  keep what rows hold, so that a prompt that begins alike computes only the
                       rest; changes no bit of a result
-        spec_type     "none", or "draft-mtp": load the layer that predicts tokens ahead, too
+        spec_type     "none", or "draft-mtp": the layer that predicts tokens ahead drafts tokens of
+                      greedy requests, which are verified several at a time; no result changes
+        spec_draft_n_max  tokens drafted at a time (default 3)
         fit           choose split, shares, place and type of the cache, ubatch and prefetch by a
                       cost model, from this machine's measured rates; see docs/fit.md
         page, group_pages, prefetch  positions of a page, pages of a copy, copies in flight
@@ -408,6 +410,7 @@ class LLM:
             link_bytes={n: b - a for n, a, b in zip(labels, sent, now, strict=False)},
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             cached_tokens=request.cached,
+            accepted_tokens=request.accepted,
         )
 
 

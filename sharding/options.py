@@ -31,6 +31,7 @@ _COUNTS = {
     "group_pages": "--group-pages",
     "prefetch": "--prefetch",
     "ubatch": "--ubatch-size/-ub",
+    "spec_draft_n_max": "--spec-draft-n-max",
     "itemsize": "--dtype",
 }
 _SWITCHES = {"dither": "--dither", "kv_replicate": "--kv-replicate"}
@@ -82,6 +83,7 @@ class PlanOptions:
         group_pages: pages of the largest copy from host memory, a power of two.
         prefetch: groups in flight or in use at a time; 0 or 1 copies one only when it is needed.
         ubatch: positions of a prefill chunk, a power of two.
+        spec_draft_n_max: tokens that a draft predicts before they are verified; 0 for none.
         itemsize: bytes of the compute type.
     """
 
@@ -106,6 +108,7 @@ class PlanOptions:
     group_pages: int = 16
     prefetch: int = 4
     ubatch: int = 512
+    spec_draft_n_max: int = 3
     itemsize: int = 4
 
     def __post_init__(self) -> None:
@@ -115,7 +118,7 @@ class PlanOptions:
                 raise PlanError(f"{argument} is {value!r}; it must be one of {', '.join(choices)}.")
         for field, argument in _COUNTS.items():
             value = getattr(self, field)
-            least = 0 if field == "prefetch" else 1
+            least = 0 if field in ("prefetch", "spec_draft_n_max") else 1
             if not _natural(value) or value < least:
                 raise PlanError(
                     f"{argument} is {value!r}; it must be a whole number of at least {least}."
@@ -131,6 +134,11 @@ class PlanOptions:
             value = getattr(self, field)
             if value & (value - 1):
                 raise PlanError(f"{_COUNTS[field]} is {value}; it must be a power of two.")
+        if self.spec_draft_n_max >= self.ubatch:
+            raise PlanError(
+                f"--spec-draft-n-max is {self.spec_draft_n_max}; it must be less than"
+                f" --ubatch-size/-ub {self.ubatch}."
+            )
         self._check_shares()
         self._check_residency()
         if self.dither and self.rounding == "llama.cpp":

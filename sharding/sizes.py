@@ -110,6 +110,7 @@ def compute_bytes(plan: Plan, device: int) -> int:
     start, stop = plan.vocab[device]
     logit = 4 if options.itemsize == 4 else 4 + options.itemsize  # made in the compute type
     largest = max(options.slots, LOGIT_ROWS) * (stop - start) * logit
+    kept = 0  # states of a row after each of a draft's tokens but the last
     for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
         groups, columns, shared = (
             _count(plan, ranges, device) for ranges in (layer.groups, layer.mlp, layer.shared_mlp)
@@ -118,12 +119,15 @@ def compute_bytes(plan: Plan, device: int) -> int:
         states = _count(plan, layer.states, device)
         # A state is copied while a step changes it.
         attention += states * (tokens * shape.state_work + 2 * options.slots * shape.state_bytes)
+        kept += options.spec_draft_n_max * states * shape.state_bytes
         if plan.engine == "staged" and len(layer.devices) == 1:
             mlp += 2 * handed_on  # one program, from this layer's queries to the next one's
         if plan.engine == "fused" and shape.experts:
             mlp += attention  # one program, in which the loops over blocks and experts overlap
         largest = max(largest, attention, mlp)
-    return _residuals(plan) * residual + largest + _unpacked(plan, device)
+    drafting = any(shape.cache_context == "draft" for shape in plan.model.layers)
+    whole = _residuals(plan) * residual + largest + _unpacked(plan, device)
+    return whole + (kept if drafting else 0)
 
 
 def _unpacked(plan: Plan, device: int) -> int:

@@ -132,8 +132,14 @@ def _split_options() -> tuple[SplitOption, ...]:
         option(
             ("--spec-type",),
             "spec_type",
-            "also load the layer that predicts tokens ahead (default none)",
+            "let the layer that predicts tokens ahead draft what --temp 0 generates (default none)",
             {"choices": ("none", "draft-mtp")},
+        ),
+        option(
+            ("--spec-draft-n-max",),
+            "spec_draft_n_max",
+            f"tokens drafted at a time (default {plan.spec_draft_n_max})",
+            number,
         ),
         option(
             ("--engine",),

@@ -44,11 +44,18 @@ class Engine(ABC):
         starts: np.ndarray,
         used: int | None = None,
         features: Array | None = None,
+        keep: bool = False,
     ) -> Hidden:
         """tokens int32 [N, T] at positions starts[n] .. starts[n] + T of rows row .. row + N.
         Tokens past the first `used` are padding; of several rows, one with start -1 takes no part
         and keeps its cache. features [N, T, D] come with the tokens of a draft
-        (`jaxllm.models.nextn`). Returns the hidden states for `logits`."""
+        (`jaxllm.models.nextn`). With `keep` a step of one row may be taken back in part. Returns
+        the hidden states for `logits`."""
+
+    @abstractmethod
+    def take_back(self, row: int, length: int, count: int) -> None:
+        """After a step with `keep`, not settled yet, let its row have `length` positions, the first
+        `count` of that step's among them."""
 
     @abstractmethod
     def logits(self, hidden: Hidden, at: np.ndarray, top: int) -> Logits:

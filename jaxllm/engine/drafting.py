@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import jax
@@ -51,12 +52,19 @@ def _shift(
     return shifted, jax.lax.dynamic_update_slice_in_dim(waiting, after, row, 0)
 
 
+def _likeliest(logits: Logits) -> np.ndarray:
+    """The ids of largest logits, [N J]."""
+    assert isinstance(logits, Top)
+    return logits.ids[:, 0]
+
+
 class DraftingEngine(Engine):
     """See the module's docstring; `Engine` says what the methods mean, for both together."""
 
     def __init__(self, plan: Plan, target: Engine, draft: Engine, dtype: str):
         self.plan, self.target, self.draft = plan, target, draft
         self.dtype = dtype
+        self.count = plan.options.spec_draft_n_max  # tokens that are drafted at once, at most
         self.ends = StateEnds(plan.options.slots, stateful=True)  # what features wait for
         self.waiting = self._nothing()
 
@@ -70,10 +78,13 @@ class DraftingEngine(Engine):
         starts: np.ndarray,
         used: int | None = None,
         features: Array | None = None,
+        keep: bool = False,
     ) -> Both:
-        assert features is None, "a target has no features to read"
-        hidden = self.target.forward(tokens, row, starts, used)
+        hidden = self.target.forward(tokens, row, starts, used, features, keep)
         return Both(hidden, self.follow(tokens, row, starts, used, hidden))
+
+    def take_back(self, row: int, length: int, count: int) -> None:
+        self.target.take_back(row, length, count)
 
     def follow(
         self, tokens: np.ndarray, row: int, starts: np.ndarray, used: int | None, hidden: Hidden
@@ -87,18 +98,58 @@ class DraftingEngine(Engine):
         self.ends.advance(row, starts, count)
         return self.draft.forward(tokens, row, starts, used, shifted)
 
-    def ahead(self, tokens: np.ndarray, starts: np.ndarray) -> Iterator[Hidden]:
-        """The draft's hidden states of one token a row after another, each the likeliest after the
-        one before: tokens int32 [rows] at positions starts [rows] (-1 for a row without), not yet
-        seen by the target, are the first."""
+    def ahead(self, tokens: np.ndarray, starts: np.ndarray) -> Iterator[tuple[Hidden, np.ndarray]]:
+        """The draft's hidden states and likeliest tokens [rows], one step after another, each of
+        the tokens of the one before. The first is of tokens int32 [rows] at positions starts
+        [rows] (-1 for a row that takes no part), which the target has not seen yet."""
         features, at = self.waiting[:, None], np.zeros((len(starts), 1), np.int32)
         while True:
             hidden = self.draft.forward(tokens[:, None], 0, starts, features=features)
-            yield hidden
-            best = self.draft.logits(hidden, at, 1)
-            assert isinstance(best, Top)
-            features, tokens = self.draft.features(hidden), best.ids[:, 0]
+            tokens = _likeliest(self.draft.logits(hidden, at, 1))
+            yield hidden, tokens
+            features = self.draft.features(hidden)
             starts = np.where(starts < 0, starts, starts + 1)
+
+    def advance(self, tokens: np.ndarray, starts: np.ndarray, most: np.ndarray) -> list[list[int]]:
+        """The next tokens of each row, as if each were the likeliest after the one before: tokens
+        int32 [rows] at positions starts [rows] are the newest, -1 for a row that takes no part. At
+        most so many of them as `most` [rows] says are drafted, and one more comes from the target.
+
+        Where a row's chunk would cross a multiple of ubatch or leave the context, nothing is
+        drafted.
+        """
+        options, count = self.plan.options, self.count
+        fits = (starts % options.ubatch + count < options.ubatch) & (starts + count < options.ctx)
+        drafting = (most > 0) & (starts >= 0) & fits
+        plain = np.where(drafting, -1, starts)
+        found: list[list[int]] = [[] for _ in starts]
+        if (plain >= 0).any():
+            likeliest = self.read(self.greedy(tokens, plain))
+            for row in np.flatnonzero(plain >= 0):
+                found[row] = [int(likeliest[row])]
+        if drafting.any():
+            chain = self.ahead(tokens, np.where(drafting, starts, -1))
+            drafts = np.stack([tokens, *(ids for _, ids in islice(chain, count))], axis=1)
+            for row in np.flatnonzero(drafting).tolist():
+                used = 1 + min(count, int(most[row]))
+                found[row] = self._verify(row, drafts[row : row + 1], starts[row : row + 1], used)
+        return found
+
+    def _verify(self, row: int, drafts: np.ndarray, starts: np.ndarray, used: int) -> list[int]:
+        """What the target says after the newest token and each draft [1, T] of which the first
+        `used` count, up to the first of which it says another; the row then ends there."""
+        drafts = drafts.astype(np.int32)
+        hidden = self.target.forward(drafts, row, starts, used, keep=True)
+        places = np.arange(drafts.shape[1], dtype=np.int32)[None]
+        likeliest = _likeliest(self.target.logits(hidden, places, 1))
+        wrong = np.flatnonzero(drafts[0, 1:used] != likeliest[: used - 1])
+        count = 1 + int(wrong[0]) if len(wrong) else used
+        ends = starts + count
+        if count < used and self.target.ends.stateful:
+            self.target.take_back(row, int(ends[0]), count)
+        self.follow(drafts, row, starts, count, hidden)
+        self.settle(row, ends)
+        return likeliest[:count].tolist()
 
     def logits(self, hidden: Both, at: np.ndarray, top: int) -> Logits:
         return self.target.logits(hidden.target, at, top)
@@ -111,8 +162,22 @@ class DraftingEngine(Engine):
         self.draft.settle(row, ends)
 
     def rehearse(self, chunk: int) -> Iterator[int]:
-        yield from self.target.rehearse(chunk)
-        yield from self.draft.rehearse(chunk)
+        for engine in (self.target, self.draft):
+            for position in engine.rehearse(chunk):
+                yield position
+                if chunk == 1 and self.count:
+                    self._rehearse(position)
+
+    def _rehearse(self, position: int) -> None:
+        """Draft, verify and take back in row 0."""
+        slots, ubatch = self.plan.options.slots, self.plan.options.ubatch
+        tokens, starts = np.zeros(slots, np.int32), np.full(slots, position, np.int32)
+        for _ in islice(self.ahead(tokens, starts), 2):
+            pass
+        starts = starts[:1] // ubatch * ubatch
+        self._verify(0, np.zeros((1, self.count + 1), np.int32), starts, 1)
+        if self.target.ends.stateful:
+            self.target.take_back(0, int(starts[0]) + 1, 1)
 
     def release(self, row: int) -> None:
         self.target.release(row)

@@ -97,9 +97,15 @@ def end_attention(block: Block, cfg: LayerConfig, carry: Carry, x: Array) -> Arr
 State: TypeAlias = tuple[Array, ...]  # [rows, own groups, ...] each
 
 
-def run_recurrent(block: Block, x: Array, state: State, step: Step) -> tuple[Array, State]:
+def run_recurrent(
+    block: Block, x: Array, state: State, step: Step, keep: bool = False
+) -> tuple[Array, State, State]:
     """This device's partial [N, T, D] of a layer's recurrent mixer, and its state of all rows after
-    the step. A row at position zero begins with zeros; one without real tokens keeps its state."""
+    the step. A row at position zero begins with zeros; one without real tokens keeps its state.
+
+    With `keep` also the states [T - 1, N, own groups, ...] after fewer tokens: after one, two, ...
+    What does not depend on how many they are is computed once.
+    """
 
     def wide(rows: Array, a: Array) -> Array:
         return rows.reshape(-1, *(1,) * (a.ndim - 1))
@@ -110,7 +116,10 @@ def run_recurrent(block: Block, x: Array, state: State, step: Step) -> tuple[Arr
     real = step.counts > 0
     kept = (jnp.where(wide(real, a), a, b) for a, b in zip(after, before, strict=True))
     update = lax.dynamic_update_slice_in_dim
-    return partial, tuple(update(a, b, step.row, 0) for a, b in zip(state, kept, strict=True))
+    new = tuple(update(a, b, step.row, 0) for a, b in zip(state, kept, strict=True))
+    fewer = range(1, x.shape[1]) if keep else ()
+    earlier = [block.recur(x, begun, jnp.full_like(step.counts, n))[1] for n in fewer]
+    return partial, new, tuple(map(jnp.stack, zip(*earlier, strict=True)))
 
 
 class Top(NamedTuple):

@@ -24,7 +24,15 @@ from jaxllm.cache.attention import Ring, empty_ring, join_page, split_page
 from jaxllm.cache.store import PageStore, group_sizes
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import State, pack_step
-from jaxllm.engine.rows import LayerRow, copy_row, join_heads, of_ring, put_row, take_row
+from jaxllm.engine.rows import (
+    LayerRow,
+    copy_row,
+    join_heads,
+    of_ring,
+    put_row,
+    take_back,
+    take_row,
+)
 from jaxllm.engine.stages import (
     Queries,
     StageIn,
@@ -76,6 +84,7 @@ class StagedEngine(Engine):
             store.peers = self.stores
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
         self.states = [self._empty_states(i) for i in range(len(devices))]
+        self.earlier: dict[tuple[int, int], State] = {}  # states after fewer tokens of a step
         self.ends = StateEnds(options.slots, bool(models[0].cfg.stateful))
         self.trimmed: dict[tuple[int, int], int] = {}  # first position kept, by row and window
         self.window_layers: dict[int, list[tuple[int, int]]] = {}  # (device, layer) by window
@@ -126,12 +135,24 @@ class StagedEngine(Engine):
         starts: np.ndarray,
         used: int | None = None,
         features: Array | None = None,
+        keep: bool = False,
     ) -> dict[int, Array]:
         rows = len(tokens)
         packed = pack_step(tokens, row, starts, self.floor[row : row + rows], used)
         self.ends.advance(row, starts, tokens.shape[1] if used is None else used)
-        step = _Forward(self, packed, row, rows, again=rows == self.plan.options.slots)
-        return step.run(features)
+        step = _Forward(self, packed, row, rows, rows == self.plan.options.slots, keep)
+        found = step.run(features)
+        self.earlier = step.earlier
+        return found
+
+    @frees_on_failure
+    def take_back(self, row: int, length: int, count: int) -> None:
+        rows = np.int32(row), np.int32(count - 1)
+        for (device, layer), earlier in self.earlier.items():
+            states = self.states[device]
+            states[layer] = take_back(states[layer], earlier, *rows, axis=0)
+        self.earlier = {}
+        self.ends.set(row, length)
 
     def copy_to(self, whole: Array, device: int) -> Array:
         """An array of any place on a device of the plan."""
@@ -309,8 +330,17 @@ class StagedEngine(Engine):
 class _Forward:
     """One step: the residual x and the partials of each device on their way through the layers."""
 
-    def __init__(self, engine: StagedEngine, packed: np.ndarray, row: int, rows: int, again: bool):
-        self.engine, self.row, self.rows = engine, row, rows
+    def __init__(
+        self,
+        engine: StagedEngine,
+        packed: np.ndarray,
+        row: int,
+        rows: int,
+        again: bool,
+        keep: bool,
+    ):
+        self.engine, self.row, self.rows, self.keep = engine, row, rows, keep
+        self.earlier: dict[tuple[int, int], State] = {}  # by device and layer; see `take_back`
         self.packed = [jax.device_put(packed, SingleDeviceSharding(d)) for d in engine.devices]
         for store in engine.stores:
             store.begin(row, rows, again)
@@ -447,6 +477,7 @@ class _Forward:
             here=None if here is None else engine.layers[device][here],
             there=None if there is None else engine.layers[device][there],
             page=engine.page,
+            keep=self.keep,
         )
         if result.x is not None:
             self.x[device] = result.x
@@ -462,6 +493,8 @@ class _Forward:
             self.mixed[device] = result.mixed
         if result.state is not None and there is not None:
             states[there] = result.state
+        if result.earlier and there is not None:
+            self.earlier[device, there] = result.earlier
 
     def _attend(self, devices: tuple[int, ...], index: int) -> None:
         """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so

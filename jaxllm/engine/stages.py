@@ -80,11 +80,12 @@ class StageOut(NamedTuple):
     ring: Ring | None  # of the layer that begins
     mixed: Array | None  # partial of its recurrent mixer, for the stage in which it ends
     state: State | None  # of the layer that begins
+    earlier: State | None  # the same after fewer tokens
 
 
 @partial(
     jax.jit,
-    static_argnames=("pieces", "here", "there", "page"),
+    static_argnames=("pieces", "here", "there", "page", "keep"),
     donate_argnames=("ring", "state"),
     compiler_options=DEVICE_LOOPS,
 )
@@ -98,13 +99,15 @@ def stage(
     here: Layer | None,
     there: Layer | None,
     page: int,
+    keep: bool,
 ) -> StageOut:
-    """Run pieces in order; `ring` and `state` are those of the layer that begins."""
+    """Run pieces in order; `ring` and `state` are those of the layer that begins. With `keep` also
+    its states after fewer tokens (`run_recurrent`)."""
     step = unpack_step(packed)
     old: Any = None if here is None else here.block.bind(given.here)
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
-    heads, read, mixed = given.heads, None, None
+    heads, read, mixed, earlier = given.heads, None, None, None
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
@@ -117,7 +120,7 @@ def stage(
             assert there is not None and x is not None
             if there.states:
                 assert state is not None
-                mixed, state = run_recurrent(new, x, state, step)
+                mixed, state, earlier = run_recurrent(new, x, state, step, keep)
             if not there.kv_heads:
                 heads, total = None, None
                 continue
@@ -156,6 +159,7 @@ def stage(
         None if begun is None else ring,
         mixed,
         None if mixed is None else state,
+        earlier,
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from test_reference_archs import ENGINES, _load, _reference, _spec
 
+from jaxllm import SamplingParams
 from support import assert_same_bytes, feed, nmse
 
 NAMES = "qwen35-mtp", "qwen35-mtp-accept", "qwen35moe-mtp", "qwen3next-mtp"
@@ -31,8 +33,34 @@ def test_draft(name: str, shared: Path):
         assert nmse(rows, expected["mtp_logits"]) <= LIMIT
         assert nmse(feed(llm, 0, tokens), _reference(shared, name)["logits"]) <= LIMIT
         chain = llm.engine.ahead(expected["fed"][:1], np.asarray([len(tokens)], np.int32))
-        steps = [llm.engine.draft.logits(hidden, AT, 0)[0] for hidden in islice(chain, 6)]
+        steps, ids = zip(*islice(chain, 6), strict=True)
+        steps = [llm.engine.draft.logits(hidden, AT, 0)[0] for hidden in steps]
         assert nmse(np.asarray(steps), expected["draft_logits"]) <= LIMIT
-        np.testing.assert_array_equal(np.argmax(steps, axis=-1), expected["draft_ids"])
+        np.testing.assert_array_equal(np.concatenate(ids), expected["draft_ids"])
         found[engine] = np.concatenate([rows, steps])
     assert_same_bytes(found["uneven"], found["resident"], "host against device")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fused", "uneven"])
+def test_rounds(engine: str, shared: Path, monkeypatch: pytest.MonkeyPatch):
+    """32 greedy tokens in llama.cpp's rounds of three drafts: how many are accepted in each, what
+    comes next, and the tokens of plain greedy decoding."""
+    with np.load(shared / "archs" / "drafts" / "qwen35-mtp-accept.npz") as file:
+        expected = {key: file[key] for key in file.files}
+    llm = _load(_spec("qwen35-mtp-accept"), spec_type="draft-mtp", **ENGINES[engine])
+    rounds, right = [], llm.engine.advance
+
+    def noted(*args: Any) -> list[list[int]]:
+        found = right(*args)
+        rounds.append(found[0])
+        return found
+
+    monkeypatch.setattr(llm.engine, "advance", noted)
+    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    [done] = llm.generate([expected["tokens"].tolist()], params)
+    np.testing.assert_array_equal(done.token_ids, expected["rounds_plain_ids"])
+    accepted = [len(found) - 1 for found in rounds]
+    np.testing.assert_array_equal(accepted, expected["rounds_accepted"])
+    np.testing.assert_array_equal([found[-1] for found in rounds], expected["rounds_next"])
+    assert done.accepted_tokens == sum(accepted)
