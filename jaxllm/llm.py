@@ -16,6 +16,7 @@ from jaxllm import hub, session
 from jaxllm.arguments import check_switch, is_prompt, path_of, sampling_params, token_ids
 from jaxllm.engine.base import Engine
 from jaxllm.engine.build import PlannedModel, build_engine
+from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.engine.fused import FusedEngine, empty_cache, pure_step
 from jaxllm.engine.generate import Request, generate, prefill
 from jaxllm.engine.prefixes import Held, Rows
@@ -54,6 +55,7 @@ class LLM:
         attn_split    a share a device for attention heads and their cache (-as); as tensor_split
         kv            "device", or "host": the cache in host memory, streamed (-nkvo)
         kv_gpu_layers    of a host cache, layers that stay on the devices (-kvgl)
+        kv_gpu_layers_draft  the same of a draft's cache (-kvgld)
         kv_device_bytes  of a host cache, bytes that stay on each device (2**30, "1.5G"), or "auto"
         kv_pinned     of a host cache, whether it is in pinned memory (default: where there is)
         link_gbps     1e9 bytes a second from host memory to each device, as "24.2,3.3"
@@ -67,6 +69,9 @@ class LLM:
         engine        "auto", "fused" or "staged"
         prefix_cache  keep what rows hold, so that a prompt that begins alike computes only the
                       rest; changes no bit of a result
+        spec_type     "none", or "draft-mtp": the layer that predicts tokens ahead drafts tokens of
+                      greedy requests, which are verified several at a time; no result changes
+        spec_draft_n_max  tokens drafted at a time (default 3)
         fit           choose split, shares, place and type of the cache, ubatch and prefetch by a
                       cost model, from this machine's measured rates; see docs/fit.md
         page, group_pages, prefetch  positions of a page, pages of a copy, copies in flight
@@ -225,14 +230,28 @@ class LLM:
         before = 0
         with self._engine_to_itself(), self._spare_row() as row:
             for hidden, used, size in prefill(self.engine, row, prompt, ubatch):
-                places = min(size, LOGIT_PLACES)
-                for at in range(0, used, places):
-                    skip = max(0, first - before - at)
-                    if skip < min(places, used - at):
-                        here = at + np.arange(places)[None]
-                        rows = cast(np.ndarray, self.engine.logits(hidden, here, 0))
-                        yield rows[skip : used - at]
+                for at in places(size, used):
+                    skip = max(0, first - before - int(at[0]))
+                    if skip < min(len(at), used - int(at[0])):
+                        rows = cast(np.ndarray, self.engine.logits(hidden, at[None], 0))
+                        yield rows[skip : used - int(at[0])]
                 before += used
+
+    def draft_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """float32 [T, V]: row t is the draft's logits after token t, of the token at t + 2 where
+        those of `logits` are of t + 1. For a model loaded with spec_type "draft-mtp"."""
+        prompt, engine, found = self._checked(ids), self._drafting(), []
+        with self._engine_to_itself(), self._spare_row() as row:
+            for hidden, used, size in prefill(engine, row, prompt, self.plan.options.ubatch):
+                for at in places(size, used):
+                    rows = engine.draft.logits(hidden.draft, at[None], 0)
+                    found.append(cast(np.ndarray, rows)[: used - int(at[0])])
+        return np.concatenate(found)
+
+    def _drafting(self) -> DraftingEngine:
+        if not isinstance(self.engine, DraftingEngine):
+            raise OptionError('there is no draft; load the model with spec_type="draft-mtp"')
+        return self.engine
 
     def warmup(self) -> None:
         """Compile every program that prompts and batches of any length up to the context need."""
@@ -405,7 +424,14 @@ class LLM:
             link_bytes={n: b - a for n, a, b in zip(labels, sent, now, strict=False)},
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             cached_tokens=request.cached,
+            accepted_tokens=request.accepted,
         )
+
+
+def places(size: int, used: int) -> Iterator[np.ndarray]:
+    """Places of a chunk whose logits are made at once, up to those of its used tokens."""
+    step = min(size, LOGIT_PLACES)
+    yield from (at + np.arange(step) for at in range(0, used, step))
 
 
 def open_mesh(devices: Devices) -> Mesh:

@@ -33,11 +33,12 @@ from sharding.fit_search import Allowed
 from sharding.fit_tables import Workload
 from sharding.links import Delivery, host_place, measure_link, measured, with_links
 from sharding.options import SplitMode
-from sharding.residency import format_layers
+from sharding.residency_notes import format_layers
 
 DEFAULT_CTX = 2048
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dequantised", "quantised")
+SPEC_TYPES = ("none", "draft-mtp")
 
 
 def options_from(
@@ -101,6 +102,7 @@ CHOSEN = (  # by a fit
     "attn_split",
     "kv",
     "kv_gpu_layers",
+    "kv_gpu_layers_draft",
     "kv_device_bytes",
     "kv_pinned",
     "engine",
@@ -194,6 +196,7 @@ def plan_config(
     fit: bool = False,
     weights: str = "dequantised",
     stored: StoredTypes | None = None,
+    spec_type: str = "none",
     **arguments: Any,
 ) -> PlannedModel:
     """The plan of a model over a mesh; `arguments` are those of `LLM`, of which a fit chooses the
@@ -203,6 +206,12 @@ def plan_config(
     they are measured, once, and `progress` says so.
     """
     keep = _kept(weights, stored)
+    if spec_type not in SPEC_TYPES:
+        raise OptionError(f"spec_type must be one of {', '.join(SPEC_TYPES)}, not {spec_type!r}")
+    if spec_type != "none":
+        if fit:
+            raise OptionError("a fit does not count a draft; drop spec_type, or drop the fit")
+        cfg = cfg.with_draft()
     if fit:
         given: dict[str, Any] = {"mlp_block": mlp_block, "link_gbps": link_gbps, "weights": weights}
         given |= {"stored": stored, "progress": progress}

@@ -12,7 +12,8 @@ from jaxllm.engine.sampling import Logprob
 
 @dataclass(frozen=True)
 class Completion:
-    """What a prompt became. `cached_tokens` of the prompt were taken over from an earlier sequence.
+    """What a prompt became. `cached_tokens` of the prompt were taken over from an earlier sequence,
+    `accepted_tokens` of the completion had been drafted (`spec_type`).
     Rates are computed tokens a second; link bytes are by device label, and those of every request
     that ran at the same time."""
 
@@ -25,6 +26,7 @@ class Completion:
     link_bytes: Mapping[str, int]
     logprobs: tuple[Logprob, ...] | None = None
     cached_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)

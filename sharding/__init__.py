@@ -10,7 +10,8 @@ and no jax.
     splits.py     the cuts                            rings.py      positions of cache kept
     cache_types.py  bytes of a cached row             plan.py       the plan
     sizes.py      its bytes                           residency.py  which pages stay
-    report.py     the plan as text                    links.py      measured link rates
+    report.py     the plan as text                    residency_notes.py  what is told of it
+    links.py      measured link rates
     exchange.py   partials to sums, by copies         units.py      bytes as text
     fabric.py     wires between devices               machine.py    a machine from a file
     cost.py       the time of a step                  fit.py        the fastest plan that fits
@@ -35,7 +36,7 @@ from sharding.options import PlanOptions
 from sharding.plan import Plan, make_plan
 from sharding.residency import Kept, Residency
 from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
-from sharding.shapes import LayerShape, ModelShape, TensorShape
+from sharding.shapes import Context, LayerShape, ModelShape, TensorShape
 from sharding.shares import apportion, apportion_blocks, apportion_dithered, parse_shares
 from sharding.splits import LayerPlan, replications
 from sharding.units import BYTES_HELP, format_bytes, parse_bytes
@@ -45,6 +46,7 @@ __all__ = [
     "BYTES_HELP",
     "CACHE_BLOCKS",
     "Axis",
+    "Context",
     "CostModel",
     "DeviceInfo",
     "DoesNotFit",

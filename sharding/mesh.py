@@ -115,6 +115,13 @@ class Mesh:
         return cls(tuple(_describe(d) for d in chosen), chosen)
 
 
+def host_rates(infos: Sequence[DeviceInfo]) -> list[float]:
+    """1e9 bytes a second from host memory to each device, or all the same where any is unknown."""
+    rates = [d.link_gbps for d in infos]
+    known = [r for r in rates if r is not None and r > 0]
+    return known if len(known) == len(rates) else [1.0] * len(rates)
+
+
 def _count(n: Any) -> int:
     if isinstance(n, bool) or not isinstance(n, Integral) or int(n) < 1:
         raise ShardingError(f"{n!r} devices were asked for; ask for a whole number of at least 1.")

@@ -9,6 +9,7 @@ from typing import Literal
 
 from sharding.cache_types import CACHE_BLOCKS, CacheType
 from sharding.errors import PlanError
+from sharding.shapes import Context
 from sharding.shares import parse_shares
 from sharding.units import BYTES_HELP, parse_bytes
 
@@ -30,6 +31,7 @@ _COUNTS = {
     "group_pages": "--group-pages",
     "prefetch": "--prefetch",
     "ubatch": "--ubatch-size/-ub",
+    "spec_draft_n_max": "--spec-draft-n-max",
     "itemsize": "--dtype",
 }
 _SWITCHES = {"dither": "--dither", "kv_replicate": "--kv-replicate"}
@@ -37,7 +39,19 @@ _SWITCHES = {"dither": "--dither", "kv_replicate": "--kv-replicate"}
 TENSOR_SPLIT = "--tensor-split/-ts"
 ATTN_SPLIT = "--attn-split/-as"
 KV_GPU_LAYERS = "--kv-gpu-layers/-kvgl"
+KV_GPU_LAYERS_DRAFT = "--kv-gpu-layers-draft/-kvgld"
 KV_DEVICE_BYTES = "--kv-device-bytes"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What was asked to stay on devices of one context's host cache: layers' worth of it, by an
+    option of that name, or bytes on each device."""
+
+    context: Context
+    option: str
+    layers: int | None
+    bytes: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,7 @@ class PlanOptions:
         attn_split: shares of attention heads and their cache; unset follows `tensor_split`.
         kv: where full pages of the cache live.
         kv_gpu_layers: layers' worth of a host cache that stay on devices.
+        kv_gpu_layers_draft: the same of the cache of a draft, which no other budget counts.
         kv_pinned: keep a host cache in pinned memory, which devices read by themselves; None is on
             where all of them have it.
         kv_device_bytes: bytes of a host cache that stay on each device, a number or text such as
@@ -68,6 +83,7 @@ class PlanOptions:
         group_pages: pages of the largest copy from host memory, a power of two.
         prefetch: groups in flight or in use at a time; 0 or 1 copies one only when it is needed.
         ubatch: positions of a prefill chunk, a power of two.
+        spec_draft_n_max: tokens that a draft predicts before they are verified; 0 for none.
         itemsize: bytes of the compute type.
     """
 
@@ -76,6 +92,7 @@ class PlanOptions:
     attn_split: tuple[float, ...] | None = None
     kv: Literal["device", "host"] = "device"
     kv_gpu_layers: int | None = None
+    kv_gpu_layers_draft: int | None = None
     kv_device_bytes: int | str | None = None
     kv_pinned: bool | None = None
     cache_type_k: CacheType = "f32"
@@ -91,6 +108,7 @@ class PlanOptions:
     group_pages: int = 16
     prefetch: int = 4
     ubatch: int = 512
+    spec_draft_n_max: int = 3
     itemsize: int = 4
 
     def __post_init__(self) -> None:
@@ -100,7 +118,7 @@ class PlanOptions:
                 raise PlanError(f"{argument} is {value!r}; it must be one of {', '.join(choices)}.")
         for field, argument in _COUNTS.items():
             value = getattr(self, field)
-            least = 0 if field == "prefetch" else 1
+            least = 0 if field in ("prefetch", "spec_draft_n_max") else 1
             if not _natural(value) or value < least:
                 raise PlanError(
                     f"{argument} is {value!r}; it must be a whole number of at least {least}."
@@ -116,6 +134,11 @@ class PlanOptions:
             value = getattr(self, field)
             if value & (value - 1):
                 raise PlanError(f"{_COUNTS[field]} is {value}; it must be a power of two.")
+        if self.spec_draft_n_max >= self.ubatch:
+            raise PlanError(
+                f"--spec-draft-n-max is {self.spec_draft_n_max}; it must be less than"
+                f" --ubatch-size/-ub {self.ubatch}."
+            )
         self._check_shares()
         self._check_residency()
         if self.dither and self.rounding == "llama.cpp":
@@ -141,15 +164,25 @@ class PlanOptions:
         if self.attn_split is not None and self.split_mode != "tensor":
             raise PlanError(f"{ATTN_SPLIT} does not go with -sm {self.split_mode}; use -sm tensor.")
 
+    @property
+    def budgets(self) -> tuple[Budget, Budget]:
+        """Of each context, in the order in which they are spent."""
+        return (
+            Budget("draft", KV_GPU_LAYERS_DRAFT, self.kv_gpu_layers_draft),
+            Budget("main", KV_GPU_LAYERS, self.kv_gpu_layers, self.kv_device_bytes),
+        )
+
     def _check_residency(self) -> None:
         layers, size = self.kv_gpu_layers, _read_bytes(self.kv_device_bytes)
         object.__setattr__(self, "kv_device_bytes", size)
-        if layers is not None and not _natural(layers):
-            raise PlanError(
-                f"{KV_GPU_LAYERS} is {layers!r}; it must be a whole number of at least 0."
-            )
-        if layers is not None:
-            object.__setattr__(self, "kv_gpu_layers", int(layers))
+        both = ("kv_gpu_layers", KV_GPU_LAYERS), ("kv_gpu_layers_draft", KV_GPU_LAYERS_DRAFT)
+        for field, name in both:
+            value = getattr(self, field)
+            if value is None:
+                continue
+            if not _natural(value):
+                raise PlanError(f"{name} is {value!r}; it must be a whole number of at least 0.")
+            object.__setattr__(self, field, int(value))
         if size is not None and size != "auto" and not _natural(size):
             raise PlanError(f"{KV_DEVICE_BYTES} is {size!r}; give {BYTES_HELP}, or auto.")
         if layers is not None and size is not None:
@@ -161,10 +194,11 @@ class PlanOptions:
                 "--kv-pinned says where a host cache lives; give --no-kv-offload/-nkvo with it, or"
                 " drop it."
             )
-        if self.kv == "device" and (layers is not None or size is not None):
-            name = KV_DEVICE_BYTES if layers is None else KV_GPU_LAYERS
+        given = [b.option for b in reversed(self.budgets) if b.layers is not None]
+        given += [KV_DEVICE_BYTES] if size is not None else []
+        if self.kv == "device" and given:
             raise PlanError(
-                f"{name} says how much of a host cache stays on devices; give"
+                f"{given[0]} says how much of a host cache stays on devices; give"
                 " --no-kv-offload/-nkvo with it, or drop it."
             )
 

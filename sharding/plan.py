@@ -19,7 +19,7 @@ from sharding.mesh import Mesh
 from sharding.options import EngineName, PlanOptions
 from sharding.residency import Residency, spend_budget, streaming_all
 from sharding.rings import full_pages, is_resident, position_bytes
-from sharding.shapes import LayerShape, ModelShape, TensorShape
+from sharding.shapes import Context, LayerShape, ModelShape, TensorShape
 from sharding.splits import (
     LayerPlan,
     Ranges,
@@ -81,6 +81,24 @@ class Plan:
         for tensor in plan.tensors:
             plan.slices(tensor, 0)
         return plan
+
+    def of_context(self, context: Context) -> Plan:
+        """The layers of one context alone, numbered from zero, with the ends of the whole.
+
+        Raises:
+            PlanError: where the model has no layer of it.
+        """
+        own = self.model.in_context(context)
+        number = {layer: n for n, layer in enumerate(own)} | {None: None}
+        return replace(
+            self,
+            model=replace(self.model, layers=tuple(self.model.layers[i] for i in own)),
+            tensors=tuple(
+                replace(t, layer=number[t.layer]) for t in self.tensors if t.layer in number
+            ),
+            layers=tuple(self.layers[i] for i in own),
+            residency=self.residency.of_layers(own),
+        )
 
     def parts(self, axis_name: str, layer: int | None, device: int) -> tuple[int, int] | None:
         """The range of an axis that a device holds, in units of that axis, or None where the axis

@@ -6,7 +6,8 @@ import html
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sharding.residency import format_layers
+from sharding.residency import Kept
+from sharding.residency_notes import format_layers
 from sharding.splits import Ranges
 from sharding.units import format_bytes
 
@@ -26,6 +27,7 @@ _HEADER = (
     "compute",
 )
 _BUDGET_HEADER = ("kept", "asked to keep")
+_DRAFT_HEADER = ("draft kept", "draft asked to keep")
 
 
 def _spread(counts: list[int]) -> str:
@@ -48,11 +50,8 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
         taking_part = sum(device in layer.devices for layer in plan.layers)
         start, stop = plan.vocab[device]
         cache = plan.cache_bytes(device)
-        kept = plan.residency.devices[device]
-        extra = (
-            f"{format_layers(kept.layers)}, {format_bytes(kept.bytes)}",
-            f"{format_layers(kept.requested_layers)}, {format_bytes(kept.requested_bytes)}",
-        )
+        extra = _kept(plan.residency.devices[device]) if _budget(plan) else ()
+        extra += _kept(plan.residency.drafts[device]) if _draft_budget(plan) else ()
         rows.append(
             (
                 info.label,
@@ -70,10 +69,22 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
                 format_bytes(cache["host"]),
                 format_bytes(plan.staging_bytes(device)),
                 format_bytes(plan.compute_bytes(device)),
-                *(extra if _budget(plan) else ()),
+                *extra,
             )
         )
     return rows
+
+
+def _kept(kept: Kept) -> tuple[str, str]:
+    return (
+        f"{format_layers(kept.layers)}, {format_bytes(kept.bytes)}",
+        f"{format_layers(kept.requested_layers)}, {format_bytes(kept.requested_bytes)}",
+    )
+
+
+def _draft_budget(plan: Plan) -> bool:
+    """Whether some of a draft's host cache was asked to stay on the devices."""
+    return plan.options.kv_gpu_layers_draft is not None
 
 
 def _budget(plan: Plan) -> bool:
@@ -89,15 +100,19 @@ def _recurrent(plan: Plan) -> bool:
 def _header(plan: Plan) -> tuple[str, ...]:
     at = _HEADER.index("MLP columns")
     states = ("state groups",) if _recurrent(plan) else ()
-    return _HEADER[:at] + states + _HEADER[at:] + (_BUDGET_HEADER if _budget(plan) else ())
+    budgets = _BUDGET_HEADER if _budget(plan) else ()
+    budgets += _DRAFT_HEADER if _draft_budget(plan) else ()
+    return _HEADER[:at] + states + _HEADER[at:] + budgets
 
 
 def _title(plan: Plan) -> str:
     options = plan.options
+    drafts = sum(shape.cache_context == "draft" for shape in plan.model.layers)
+    ahead = f" and {drafts} of a draft" if drafts else ""
     return (
-        f"{plan.model.name or 'model'}: {len(plan.layers)} layers, vocabulary {plan.model.vocab},"
-        f" split by {options.split_mode}, context {options.ctx} x {options.slots}, cache"
-        f" {options.cache_type_k}/{options.cache_type_v} on the {options.kv}"
+        f"{plan.model.name or 'model'}: {len(plan.layers) - drafts} layers{ahead}, vocabulary"
+        f" {plan.model.vocab}, split by {options.split_mode}, context {options.ctx} x"
+        f" {options.slots}, cache {options.cache_type_k}/{options.cache_type_v} on the {options.kv}"
     )
 
 
@@ -141,6 +156,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "model": {
             "name": plan.model.name,
             "layers": len(plan.model.layers),
+            "contexts": [shape.cache_context for shape in plan.model.layers],
             "vocab": plan.model.vocab,
             "embed": plan.model.embed,
         },
@@ -157,6 +173,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
                 "staging_bytes": plan.staging_bytes(device),
                 "compute_bytes": plan.compute_bytes(device),
                 "kept": asdict(plan.residency.devices[device]) if host else None,
+                "draft_kept": asdict(plan.residency.drafts[device]) if host else None,
             }
             for device, info in enumerate(plan.mesh.devices)
         ],

@@ -9,8 +9,9 @@ groups that it has; a byte budget is each device's own.
     choice of layers    those with the largest caches first, spread evenly over layers alike, so
                         that the link works for streamed layers while resident ones compute
 
-Only layers with a cache of the main context count: recurrent layers, layers that read another's
-cache and draft layers take none of the budget.
+Only layers with a cache of their own count: recurrent layers and layers that read another's take
+none of a budget. Each context, the main model's and a draft's, has a budget of its own; the draft's
+is spent first.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from sharding.errors import PlanError
-from sharding.mesh import DeviceInfo, Mesh
-from sharding.options import KV_DEVICE_BYTES, KV_GPU_LAYERS
+from sharding.mesh import DeviceInfo, Mesh, host_rates
+from sharding.options import KV_DEVICE_BYTES, Budget
+from sharding.residency_notes import budget_notes, pay_note
 from sharding.rings import full_pages, position_bytes
+from sharding.shapes import Context
+from sharding.sizes import context_staging
 
 if TYPE_CHECKING:
     from sharding.plan import Plan
@@ -50,13 +54,19 @@ class Kept:
 
 @dataclass(frozen=True)
 class Residency:
-    """What stays: `pages[layer][device]` of the full pages a slot, and one `Kept` a device.
+    """What stays: `pages[layer][device]` of the full pages a slot, and one `Kept` a device of the
+    main context, and of a draft's.
 
     A layer that reads another's cache has no pages of its own.
     """
 
     pages: tuple[tuple[int, ...], ...]
     devices: tuple[Kept, ...]
+    drafts: tuple[Kept, ...] = ()
+
+    def of_layers(self, layers: Sequence[int]) -> Residency:
+        """The pages of some layers alone."""
+        return replace(self, pages=tuple(self.pages[i] for i in layers) if self.pages else ())
 
 
 @dataclass(frozen=True)
@@ -185,17 +195,10 @@ def _spend(
     return [d.kept for d in devices]
 
 
-def _rates(infos: Sequence[DeviceInfo]) -> list[float]:
-    """Host link rates, or all the same where any is unknown."""
-    rates = [d.link_gbps for d in infos]
-    known = [r for r in rates if r is not None and r > 0]
-    return known if len(known) == len(rates) else [1.0] * len(rates)
-
-
 def link_classes(mesh: Mesh, devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Devices by host link rate, slowest first; those within 15 % of the slowest of a class are
     in it. Where any rate is unknown all are alike."""
-    rates = dict(zip(devices, _rates([mesh.devices[i] for i in devices]), strict=True))
+    rates = dict(zip(devices, host_rates([mesh.devices[i] for i in devices]), strict=True))
     classes: list[list[int]] = []
     for i in sorted(devices, key=lambda i: (rates[i], i)):
         if classes and rates[i] <= rates[classes[-1][0]] * (1 + ALIKE):
@@ -205,13 +208,13 @@ def link_classes(mesh: Mesh, devices: Sequence[int]) -> tuple[tuple[int, ...], .
     return tuple(map(tuple, classes))
 
 
-def _slices(plan: Plan) -> tuple[list[list[_Slice]], int]:
-    """The slices that a budget counts, a device, and the cost of a whole layer."""
+def _slices(plan: Plan, context: Context) -> tuple[list[list[_Slice]], int]:
+    """The slices that the budget of a context counts, a device, and the cost of a whole layer."""
     counted = []
     for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
         pages = full_pages(plan.options, shape.window)
         units = sum(stop - start for start, stop in layer.groups)
-        if shape.owns_cache and shape.cache_context == "main" and units and pages:
+        if shape.owns_cache and shape.cache_context == context and units and pages:
             counted.append((index, pages, units))
     scale = math.lcm(*(units for _, _, units in counted))
     found: list[list[_Slice]] = [[] for _ in plan.mesh.devices]
@@ -226,17 +229,13 @@ def _slices(plan: Plan) -> tuple[list[list[_Slice]], int]:
     return found, scale
 
 
-def _room(plan: Plan, device: int) -> _Room:
-    """Of a device that streams everything in `plan`."""
+def _room(plan: Plan, device: int, context: Context) -> _Room:
+    """Of a device that streams everything of a context in `plan`."""
     free = plan.mesh.devices[device].free
     if free is None:
         return _Room()
     left = free - plan.needed_bytes(device)
-    drafts = any(
-        shape.cache_context == "draft" and device in layer.attn_devices
-        for shape, layer in zip(plan.model.layers, plan.layers, strict=True)
-    )
-    return _Room(left, left if drafts else left + plan.staging_bytes(device))
+    return _Room(left, left + context_staging(plan, device, context))
 
 
 def reserve(info: DeviceInfo) -> int:
@@ -262,7 +261,8 @@ def streaming_all(plan: Plan) -> Residency:
         stays = plan.options.kv == "device" and shape.owns_cache
         n = full_pages(plan.options, shape.window) if stays else 0
         pages.append(tuple(n if stop > start else 0 for start, stop in layer.groups))
-    return Residency(tuple(pages), (Kept(),) * len(plan.mesh))
+    nothing = (Kept(),) * len(plan.mesh)
+    return Residency(tuple(pages), nothing, nothing)
 
 
 def spend_budget(plan: Plan) -> tuple[Residency, tuple[str, ...]]:
@@ -271,17 +271,24 @@ def spend_budget(plan: Plan) -> tuple[Residency, tuple[str, ...]]:
     Raises:
         PlanError: for an automatic budget on a device whose free memory is unknown.
     """
-    options, infos = plan.options, plan.mesh.devices
-    asked = options.kv_device_bytes
-    if options.kv_gpu_layers is None and asked is None:
-        return plan.residency, ()
-    slices, scale = _slices(plan)
+    spent, notes = plan, ()
+    for budget in plan.options.budgets:
+        if budget.layers is not None or budget.bytes is not None:
+            residency, more = _spend_one(spent, budget)
+            spent, notes = replace(spent, residency=residency), notes + more
+    return spent.residency, notes + pay_note(plan, spent.residency)
+
+
+def _spend_one(plan: Plan, asked_for: Budget) -> tuple[Residency, tuple[str, ...]]:
+    """The budget of one context, of which `plan` keeps nothing yet."""
+    infos, asked, context = plan.mesh.devices, asked_for.bytes, asked_for.context
+    slices, scale = _slices(plan, context)
     owning = [i for i, own in enumerate(slices) if own]
     classes = link_classes(plan.mesh, owning)
-    rooms = [_room(plan, i) for i in range(len(infos))]
+    rooms = [_room(plan, i, context) for i in range(len(infos))]
     budget = None
-    if options.kv_gpu_layers is not None:
-        budget = options.kv_gpu_layers * scale
+    if asked_for.layers is not None:
+        budget = asked_for.layers * scale
         wanted_rooms = [_Room()] * len(infos)
     elif isinstance(asked, int):
         wanted_rooms = [_Room().at_most(asked)] * len(infos)
@@ -290,8 +297,9 @@ def spend_budget(plan: Plan) -> tuple[Residency, tuple[str, ...]]:
         for i in owning:
             rooms[i] = _auto_room(infos[i], rooms[i])
         wanted_rooms = rooms
-    wanted = _spend(slices, classes, budget, wanted_rooms, options.group_pages)
-    kept = _spend(slices, classes, budget, rooms, options.group_pages)
+    group_pages = plan.options.group_pages
+    wanted = _spend(slices, classes, budget, wanted_rooms, group_pages)
+    kept = _spend(slices, classes, budget, rooms, group_pages)
 
     pages = [list(row) for row in plan.residency.pages]
     devices = []
@@ -305,77 +313,9 @@ def spend_budget(plan: Plan) -> tuple[Residency, tuple[str, ...]]:
         devices.append(Kept(layers[0], requested, layers[1], _bytes(have)))
         for own, n in have.items():
             pages[own.layer][i] = n
-    residency = Residency(tuple(map(tuple, pages)), tuple(devices))
+    both = {"main": plan.residency.devices, "draft": plan.residency.drafts}
+    both[context] = tuple(devices)
     everything = [_bytes(_all(own)) for own in slices]
-    notes = _budget_notes(plan, residency, everything, len({s.layer for d in slices for s in d}))
-    return residency, notes + _pay_note(plan, residency)
-
-
-def format_layers(layers: float) -> str:
-    """A number of layers with up to two decimals, such as "2.5 layers"."""
-    number = f"{layers:.2f}".rstrip("0").rstrip(".")
-    return f"{number} layer" if number == "1" else f"{number} layers"
-
-
-def _budget_notes(
-    plan: Plan, residency: Residency, everything: Sequence[int], layers: int
-) -> tuple[str, ...]:
-    """One sentence for each difference between what was asked and what is kept. `everything` has
-    the bytes a device that a budget counts, `layers` is how many layers have them."""
-    asked, options = plan.options.kv_gpu_layers, plan.options
-    notes = []
-    if asked is not None:
-        given = sum(d.requested_layers for d in residency.devices)
-        if asked > layers:
-            notes.append(
-                f"{KV_GPU_LAYERS} {asked} is more than the {layers} layers with full pages of a"
-                f" cache of their own in the main context; {layers} are asked for."
-            )
-        elif asked - given > 1e-9:
-            notes.append(
-                f"{KV_GPU_LAYERS} {asked} buys {format_layers(given)} of cache: what is left"
-                " is less than the next device's slice of a layer."
-            )
-    for info, kept, most in zip(plan.mesh.devices, residency.devices, everything, strict=True):
-        if kept.bytes == kept.requested_bytes:
-            continue
-        if asked is not None and kept.bytes > kept.requested_bytes:
-            why = "it takes what other devices have no room for"
-        elif asked is not None or kept.layers < kept.requested_layers:
-            why = "it has no room for more beside weights, rings, staging and compute"
-        elif options.kv_device_bytes == "auto":
-            continue  # nobody asked for that very number
-        elif kept.bytes == most:
-            why = "that is all of its cache that a budget counts"
-        else:
-            why = f"pages are kept in whole layers or whole groups of {options.group_pages}"
-        notes.append(
-            f"device {info.label} was asked to keep {format_layers(kept.requested_layers)}"
-            f" ({kept.requested_bytes} bytes) of cache and keeps {format_layers(kept.layers)}"
-            f" ({kept.bytes} bytes): {why}."
-        )
-    return tuple(notes)
-
-
-def _pay_note(plan: Plan, residency: Residency) -> tuple[str, ...]:
-    """Where every layer waits for all devices, whether a budget shortens the longest stream."""
-    position = plan.options.ctx
-    if plan.options.split_mode != "tensor" or not any(d.bytes for d in residency.devices):
-        return ()
-    after = replace(plan, residency=residency)
-    streaming = [i for i in range(len(plan.mesh)) if plan.link_bytes(i, position)]
-    if not streaming:
-        return ()
-    rates = _rates([plan.mesh.devices[i] for i in streaming])
-    sent = [after.link_bytes(i, position) for i in streaming]
-    times = [n / rate for n, rate in zip(sent, rates, strict=True)]
-    before = [plan.link_bytes(i, position) / r for i, r in zip(streaming, rates, strict=True)]
-    longest = max(times)
-    if longest < max(before):
-        return ()
-    at = times.index(longest)
-    return (
-        "the cache kept on devices cannot make a decode step faster: each step still waits for"
-        f" device {plan.mesh.devices[streaming[at]].label}, whose {sent[at]} bytes at the full"
-        " context take as long as without it.",
-    )
+    layers = len({s.layer for d in slices for s in d})
+    notes = budget_notes(plan, asked_for, devices, everything, layers)
+    return Residency(tuple(map(tuple, pages)), both["main"], both["draft"]), notes

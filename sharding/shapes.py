@@ -9,6 +9,8 @@ from typing import Literal
 from sharding.axes import Axis, axis
 from sharding.errors import PlanError
 
+Context = Literal["main", "draft"]  # whose cache it is
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -39,7 +41,7 @@ class LayerShape:
     owns_cache: bool = True
     gated_q: bool = False
     o_block: int = 1
-    cache_context: Literal["main", "draft"] = "main"
+    cache_context: Context = "main"
     experts: int = 0
     experts_used: int = 0
     shared_mlp: int = 0
@@ -90,6 +92,17 @@ class ModelShape:
         _at_least(self, "embed", 1)
         for index in range(len(self.layers)):
             self.cache_owner(index)
+
+    def in_context(self, context: Context) -> list[int]:
+        """The layers of a context.
+
+        Raises:
+            PlanError: where there are none.
+        """
+        found = [i for i, layer in enumerate(self.layers) if layer.cache_context == context]
+        if not found:
+            raise PlanError(f"the model has no layer of the {context} context.")
+        return found
 
     def cache_owner(self, layer: int) -> int:
         """The layer whose cache `layer` reads: itself, or the last earlier owner of its kind."""

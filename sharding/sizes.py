@@ -14,7 +14,7 @@ from sharding.rings import (
     resident_pages,
     ring_positions,
 )
-from sharding.shapes import LayerShape, TensorShape
+from sharding.shapes import Context, LayerShape, TensorShape
 from sharding.splits import Ranges
 
 if TYPE_CHECKING:
@@ -59,13 +59,20 @@ def cache_bytes(plan: Plan, device: int) -> dict[str, int]:
 
 
 def staging_bytes(plan: Plan, device: int) -> int:
-    """Of the groups of pages in flight, at most."""
+    """Of the groups of pages in flight, at most; each context has its own."""
+    contexts: tuple[Context, ...] = "main", "draft"
+    return sum(context_staging(plan, device, context) for context in contexts)
+
+
+def context_staging(plan: Plan, device: int, context: Context) -> int:
+    """Of the groups of one context in flight, at most."""
     if plan.options.kv != "host":
         return 0
     streamed = [
         page_bytes(plan, i, device)
         for i, shape in enumerate(plan.model.layers)
-        if _kept(plan, i, device) < full_pages(plan.options, shape.window)
+        if shape.cache_context == context
+        and _kept(plan, i, device) < full_pages(plan.options, shape.window)
     ]
     largest = max(streamed, default=0)
     return max(1, plan.options.prefetch) * plan.options.group_pages * largest
@@ -103,18 +110,23 @@ def compute_bytes(plan: Plan, device: int) -> int:
     start, stop = plan.vocab[device]
     logit = 4 if options.itemsize == 4 else 4 + options.itemsize  # made in the compute type
     largest = max(options.slots, LOGIT_ROWS) * (stop - start) * logit
+    kept = 0  # states of a row after each of a draft's tokens but the last
     for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
         groups, columns, shared = (
             _count(plan, ranges, device) for ranges in (layer.groups, layer.mlp, layer.shared_mlp)
         )
         handed_on, attention, mlp = layer_compute(plan, index, groups, columns, shared)
-        attention += states_compute(plan, index, _count(plan, layer.states, device))
+        states = _count(plan, layer.states, device)
+        attention += states_compute(plan, index, states)
+        kept += options.spec_draft_n_max * states * shape.state_bytes
         if plan.engine == "staged" and len(layer.devices) == 1:
             mlp += 2 * handed_on  # one program, from this layer's queries to the next one's
         if plan.engine == "fused" and shape.experts:
             mlp += attention  # one program, in which the loops over blocks and experts overlap
         largest = max(largest, attention, mlp)
-    return _residuals(plan) * residual + largest + _unpacked(plan, device)
+    drafting = any(shape.cache_context == "draft" for shape in plan.model.layers)
+    whole = _residuals(plan) * residual + largest + _unpacked(plan, device)
+    return whole + (kept if drafting else 0)
 
 
 def _unpacked(plan: Plan, device: int) -> int:

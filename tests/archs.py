@@ -83,8 +83,7 @@ def _fill(model: str, tensor: dict[str, Any]) -> np.ndarray:
 
 def limit(name: str) -> float:
     """The largest NMSE of a float32 run of a model: four orders above the noise of its like."""
-    # Gates near the cut of one, norms of small values and mixtures of residuals of the other amplify
-    # rounding.
+    # Gates near the cut of the one, mixtures of residuals of the other amplify rounding.
     return {"gemma3n-dense": 1e-7, "kimi-k3-moe": 1e-8}.get(name, 1e-9)
 
 

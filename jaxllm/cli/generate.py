@@ -100,6 +100,7 @@ def figures(done: Completion) -> str:
     parts = [
         f"prompt {done.prompt_tokens} tokens{cached}, {done.prompt_rate:.1f}/s",
         f"generated {len(done.token_ids)} tokens, {done.generation_rate:.1f}/s",
+        *([f"{done.accepted_tokens} of them drafted"] if done.accepted_tokens else []),
         f"ended by {done.finish_reason}",
     ]
     if done.link_bytes:

@@ -70,6 +70,12 @@ def _split_options() -> tuple[SplitOption, ...]:
             number,
         ),
         option(
+            ("-kvgld", "--kv-gpu-layers-draft"),
+            "kv_gpu_layers_draft",
+            "the same of a draft's cache (--spec-type); no other budget counts it",
+            number,
+        ),
+        option(
             ("--kv-device-bytes",),
             "kv_device_bytes",
             f"of a host cache, what to keep on each device: {BYTES_HELP}, or auto: what is free",
@@ -122,6 +128,18 @@ def _split_options() -> tuple[SplitOption, ...]:
             "weights",
             "hold them in --dtype or as the file does (default dequantised)",
             {"choices": ("dequantised", "quantised")},
+        ),
+        option(
+            ("--spec-type",),
+            "spec_type",
+            "let the layer that predicts tokens ahead draft what --temp 0 generates (default none)",
+            {"choices": ("none", "draft-mtp")},
+        ),
+        option(
+            ("--spec-draft-n-max",),
+            "spec_draft_n_max",
+            f"tokens drafted at a time (default {plan.spec_draft_n_max})",
+            number,
         ),
         option(
             ("--engine",),

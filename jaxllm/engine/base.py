@@ -38,16 +38,33 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(
-        self, tokens: np.ndarray, row: int, starts: np.ndarray, used: int | None = None
+        self,
+        tokens: np.ndarray,
+        row: int,
+        starts: np.ndarray,
+        used: int | None = None,
+        features: Array | None = None,
+        keep: bool = False,
     ) -> Hidden:
         """tokens int32 [N, T] at positions starts[n] .. starts[n] + T of rows row .. row + N.
         Tokens past the first `used` are padding; of several rows, one with start -1 takes no part
-        and keeps its cache. Returns the hidden states for `logits`."""
+        and keeps its cache. features [N, T, D] come with the tokens of a draft
+        (`jaxllm.models.nextn`). With `keep` a step of one row may be taken back in part. Returns
+        the hidden states for `logits`."""
+
+    @abstractmethod
+    def take_back(self, row: int, length: int, count: int) -> None:
+        """After a step with `keep`, not settled yet, let its row have `length` positions, the first
+        `count` of that step's among them."""
 
     @abstractmethod
     def logits(self, hidden: Hidden, at: np.ndarray, top: int) -> Logits:
         """Logits after tokens at [N, J] of the step's chunk: float32 [N J, V], or with `top` > 0
         the largest only."""
+
+    @abstractmethod
+    def features(self, hidden: Hidden) -> Array:
+        """What the head reads of hidden states [N, T, D], for a draft."""
 
     def greedy(self, tokens: Any, starts: np.ndarray) -> Any:
         """A whole step of all rows, tokens int32 [rows] at positions starts [rows]: the likeliest

@@ -12,12 +12,15 @@ from jax.sharding import Mesh as JaxMesh
 
 from jaxllm.cache.types import CACHE_TYPES, CacheFormat
 from jaxllm.engine.base import Engine
+from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.engine.fused import AXIS, FusedEngine
 from jaxllm.engine.quantising import StoredTypes, keep_quantised
 from jaxllm.engine.staged import StagedEngine
 from jaxllm.models.block import Block, Kinds
 from jaxllm.models.config import Columns, LayerConfig, ModelConfig
+from jaxllm.models.layers import Device
 from jaxllm.models.weights import (
+    Leaves,
     LocalModel,
     Progress,
     Source,
@@ -27,7 +30,16 @@ from jaxllm.models.weights import (
     slots,
     whole_model,
 )
-from sharding import DoesNotFit, Mesh, Plan, PlanOptions, make_plan, replications, rotates
+from sharding import (
+    Context,
+    DoesNotFit,
+    Mesh,
+    Plan,
+    PlanOptions,
+    make_plan,
+    replications,
+    rotates,
+)
 from sharding.links import Place, host_place
 from sharding.memory import check_host, free_frames, memory_of
 from sharding.splits import LayerPlan, Ranges
@@ -161,12 +173,12 @@ def _build(
             with memory_of(plan, only):
                 whole = model.whole
                 leaves = load_device(plan, whole, local, source, only, devices[only], progress)
-                return FusedEngine(plan, local, leaves, devices[only])
+                return _fused(plan, local, leaves, devices[only], model.dtype)
         mesh = JaxMesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
         local = model.padded()
         with memory_of(plan):
             leaves = load_stacked(plan, model.whole, local, source, mesh, progress)
-            return FusedEngine(plan, local, leaves, mesh)
+            return _fused(plan, local, leaves, mesh, model.dtype)
     models = [model.slice(i) for i in range(len(devices))]
     leaves = []
     on_host = host_place(devices, plan.options.kv_pinned)
@@ -178,4 +190,32 @@ def _build(
     def planned(device: int, layer: int, first: int) -> Place:
         return "device" if plan.resident(device, layer, first) else on_host
 
-    return StagedEngine(plan, models, leaves, devices, place or planned)
+    def of_context(context: Context) -> StagedEngine:
+        own = [m.of_context(context) for m in models]
+        arrays = [each.of(m) for m, each in zip(own, leaves, strict=True)]
+
+        def placed(device: int, layer: int, first: int) -> Place:
+            return (place or planned)(device, own[0].first + layer, first)
+
+        return StagedEngine(plan.of_context(context), own, arrays, devices, placed)
+
+    return _in_contexts(model.plan, model.whole, of_context, model.dtype)
+
+
+def _fused(
+    plan: Plan, local: LocalModel, leaves: Leaves, where: Device | JaxMesh, dtype: str
+) -> Engine:
+    def of_context(context: Context) -> FusedEngine:
+        own = local.of_context(context)
+        return FusedEngine(plan.of_context(context), own, leaves.of(own), where)
+
+    return _in_contexts(plan, local, of_context, dtype)
+
+
+def _in_contexts(
+    plan: Plan, model: LocalModel, engine: Callable[[Context], Engine], dtype: str
+) -> Engine:
+    """The engine of the model, in step with that of its draft where it has one."""
+    if not model.cfg.ahead:
+        return engine("main")
+    return DraftingEngine(plan, engine("main"), engine("draft"), dtype)

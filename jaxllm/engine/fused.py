@@ -38,6 +38,7 @@ from jaxllm.engine.rows import (
     of_ring,
     put_row,
     stack_heads,
+    take_back,
     take_row,
 )
 from jaxllm.engine.states import StateEnds, StateRow, empty_state
@@ -66,15 +67,20 @@ def forward(
     step: Step,
     total: Callable[[Array], Array],
     span: int | None = None,
-) -> tuple[Array, Cache]:
-    """One step over all layers: the hidden states [N, T, D] before the head, and the new cache.
+    features: Array | None = None,
+    keep: bool = False,
+) -> tuple[Array, Cache, tuple[State, ...]]:
+    """One step over all layers: the hidden states [N, T, D] before the head, the new cache, and
+    with `keep` the states after fewer tokens (`run_recurrent`).
 
-    With a span rows have one token, and attention reads that many slots of a ring at once.
+    With a span rows have one token, and attention reads that many slots of a ring at once. Tokens
+    of a draft come with features [N, T, D].
     """
     ends = model.ends.bind(leaves.ends)
-    x = total(ends.embed(step.tokens, step.positions, leaves.vocab))
+    x = total(ends.embed(step.tokens, step.positions, leaves.vocab, features))
     rings: dict[int, Ring] = dict(zip(model.cfg.cached, cache.rings, strict=True))
     states: dict[int, State] = dict(zip(model.cfg.stateful, cache.states, strict=True))
+    earlier: list[State] = []
     for index, (definition, cfg, values, owner) in enumerate(
         zip(model.blocks, model.cfg.layers, leaves.layers, model.cfg.owners, strict=True)
     ):
@@ -84,8 +90,10 @@ def forward(
             if cfg.recurrent.summed:
                 midway = begin_recurrent(block, x, states[index], step)
                 midway = midway._replace(total=total(midway.total))
-            mixed, states[index] = run_recurrent(block, x, states[index], step, midway)
+            state = states[index]
+            mixed, states[index], fewer = run_recurrent(block, x, state, step, midway, keep)
             parts.append(mixed)
+            earlier.append(fewer)
         if cfg.kv_heads:
             heads = block.project(x)
             squares = block.head_squares(heads)
@@ -108,7 +116,7 @@ def forward(
             begun, part = block.begin_mlp(read)
             part = None if part is None else total(part)
             x = block.join_mlp(x, total(block.end_mlp(begun, part)))
-    return x, Cache(tuple(rings.values()), tuple(states.values()))
+    return x, Cache(tuple(rings.values()), tuple(states.values())), tuple(earlier)
 
 
 def _per_device(mesh: JaxMesh | None, local: Callable, sharded: int, whole: int) -> Callable:
@@ -134,31 +142,31 @@ def _total(mesh: JaxMesh | None) -> Callable[[Array], Array]:
     return (lambda x: x) if mesh is None else partial(jax.lax.psum, axis_name=AXIS)
 
 
-_program = partial(
-    jax.jit,
-    static_argnames=("model", "mesh", "span"),
-    donate_argnames=("cache",),
-    compiler_options=DEVICE_LOOPS,
-)
+_program = partial(jax.jit, donate_argnames=("cache",), compiler_options=DEVICE_LOOPS)
 
 
-@_program
+@partial(_program, static_argnames=("model", "mesh", "span", "keep"))
 def _forward(
     leaves: Leaves,
     cache: Cache,
     packed: Array,
+    features: Array | None,
     *,
     model: LocalModel,
     mesh: JaxMesh | None,
     span: int | None,
-) -> tuple[Array, Cache]:
-    def local(leaves: Leaves, cache: Cache, packed: Array) -> tuple[Array, Cache]:
-        return forward(model, leaves, cache, unpack_step(packed), _total(mesh), span)
+    keep: bool,
+) -> tuple[Array, Cache, tuple[State, ...]]:
+    def local(
+        leaves: Leaves, cache: Cache, packed: Array, features: Array | None
+    ) -> tuple[Array, Cache, tuple[State, ...]]:
+        step = unpack_step(packed)
+        return forward(model, leaves, cache, step, _total(mesh), span, features, keep)
 
-    return _per_device(mesh, local, 2, 1)(leaves, cache, packed)
+    return _per_device(mesh, local, 2, 2)(leaves, cache, packed, features)
 
 
-@_program
+@partial(_program, static_argnames=("model", "mesh", "span"))
 def _greedy(
     leaves: Leaves,
     cache: Cache,
@@ -175,7 +183,7 @@ def _greedy(
         zeros = jnp.zeros_like(starts)
         counts = (starts >= 0).astype(jnp.int32)
         step = Step(tokens[:, None], zeros[0], starts, zeros, counts)
-        x, cache = forward(model, leaves, cache, step, _total(mesh), span)
+        x, cache, _ = forward(model, leaves, cache, step, _total(mesh), span)
         at = zeros[:, None]
         best = head_logits(model.ends.bind(leaves.ends), x, at, leaves.vocab, top=1)
         assert isinstance(best, Top)
@@ -208,6 +216,17 @@ def _head(
     return _per_device(mesh, local, 3, 1)(leaves, vocab, x, at)
 
 
+@partial(jax.jit, static_argnames=("ends", "mesh"))
+def _features(
+    leaves: tuple[Array, ...], x: Array, *, ends: BlockDef, mesh: JaxMesh | None
+) -> Array:
+    def local(leaves: tuple[Array, ...], x: Array) -> Array:
+        return ends.bind(leaves).features(x)
+
+    found = _per_device(mesh, local, 2, 0)(leaves, x)
+    return found if mesh is None else jax.lax.with_sharding_constraint(found[0], _same(mesh))
+
+
 def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[Array, Cache]]:
     """fn(leaves, cache, tokens [B, T], starts [B]) -> (logits [B, T, V], cache), for one device.
 
@@ -225,7 +244,7 @@ def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[A
         written = (starts >= 0) & (starts + count <= ctx) & (starts % ubatch + count <= ubatch)
         counts = jnp.where(written, count, 0)
         own = Step(tokens.astype(jnp.int32), zeros[0], starts, zeros, counts)
-        x, cache = forward(model, leaves, cache, own, lambda x: x)
+        x, cache, _ = forward(model, leaves, cache, own, lambda x: x)
         known = ((tokens >= 0) & (tokens < model.cfg.vocab)).all(axis=1)
         logits = model.ends.bind(leaves.ends).logits(x)
         return jnp.where((written & known)[:, None, None], logits, jnp.nan), cache
@@ -246,6 +265,7 @@ class FusedEngine(Engine):
         self.mesh = where if isinstance(where, JaxMesh) else None
         self.where = where
         self.cache = empty_cache(plan, model, where)
+        self.earlier: tuple[State, ...] = ()  # states after fewer tokens of the last step
         self.ends = StateEnds(plan.options.slots, bool(model.cfg.stateful))
         self.row_axis = 0 if self.mesh is None else 1
         first = where.devices.flat[0] if isinstance(where, JaxMesh) else where
@@ -305,19 +325,36 @@ class FusedEngine(Engine):
 
     @frees_on_failure
     def forward(
-        self, tokens: np.ndarray, row: int, starts: np.ndarray, used: int | None = None
+        self,
+        tokens: np.ndarray,
+        row: int,
+        starts: np.ndarray,
+        used: int | None = None,
+        features: Array | None = None,
+        keep: bool = False,
     ) -> Array:
         span = self._write(row, starts, tokens.shape[1], used)
         packed = pack_step(tokens, row, starts, np.zeros_like(starts), used)
-        x, self.cache = _forward(
+        if features is not None:
+            features = jax.device_put(features, self.same)
+        x, self.cache, self.earlier = _forward(
             self.leaves,
             self.cache,
             packed,
+            features,
             model=self.model,
             mesh=self.mesh,
             span=span,
+            keep=keep,
         )
         return x
+
+    @frees_on_failure
+    def take_back(self, row: int, length: int, count: int) -> None:
+        rows = np.int32(row), np.int32(count - 1)
+        new = take_back(self.cache.states, self.earlier, *rows, axis=self.row_axis)
+        self.cache, self.earlier = self.cache._replace(states=new), ()
+        self.ends.set(row, length)
 
     def weights(self) -> list[Array]:
         return jax.tree.leaves((self.leaves.layers, self.leaves.ends))
@@ -345,6 +382,10 @@ class FusedEngine(Engine):
             for i, n in enumerate(counts)
         ]
         return merge_top(parts, top)
+
+    @frees_on_failure
+    def features(self, hidden: Array) -> Array:
+        return _features(self.leaves.ends, hidden, ends=self.model.ends, mesh=self.mesh)
 
     def release(self, row: int) -> None:
         self.written[row] = 0

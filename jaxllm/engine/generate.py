@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxllm import interrupts
 from jaxllm.engine.base import Engine
+from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import Logprob, Sampler, SamplingParams, common_top
 
@@ -77,6 +78,7 @@ class Request:
     cached: int = 0  # positions of the prompt that were not computed again
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
+    accepted: int = 0  # of its tokens, those that were drafted
     cancelled: bool = False  # set by the consumer, say at a stop text
 
     def __post_init__(self) -> None:
@@ -93,6 +95,11 @@ class Request:
         """Whether the request has room for a token after the next one."""
         count = len(self.token_ids) + 1
         return count < self.params.max_tokens and len(self.prompt) + count <= ctx
+
+    def room(self, ctx: int) -> int:
+        """Tokens that may still come."""
+        most = min(self.params.max_tokens, ctx + 1 - len(self.prompt))
+        return most - len(self.token_ids)
 
     def accept(self, token: int, logprob: Logprob | None, ctx: int) -> None:
         """Add a token and see whether it ends the completion."""
@@ -122,6 +129,8 @@ def generate(
                 yield from _start(engine, rows, running, waiting.popleft(), ctx, ubatch)
             if any(r and not r.params.plainly_greedy for r in running) and flight is None:
                 yield from _advance(engine, rows, running, ctx)
+            elif any(running) and isinstance(engine, DraftingEngine) and engine.count:
+                yield from _advance_drafting(engine, rows, running, ctx)
             elif any(running):
                 flight = yield from _advance_greedy(engine, rows, running, ctx, flight)
     except GeneratorExit:  # it comes between steps
@@ -188,6 +197,26 @@ def _next_step(running: Sequence[Request | None]) -> tuple[np.ndarray, np.ndarra
     tokens = [r.token_ids[-1] if r else 0 for r in running]
     starts = [r.length if r else -1 for r in running]
     return np.asarray(tokens, np.int32), np.asarray(starts, np.int32)
+
+
+def _advance_drafting(
+    engine: DraftingEngine, rows: Rows, running: list[Request | None], ctx: int
+) -> Iterator[tuple[Request, int | None]]:
+    """Draft, verify and take what each row has then."""
+    began = time.perf_counter()
+    active = [r for r in running if r is not None]
+    tokens, starts = _next_step(running)
+    most = np.asarray([r.room(ctx) - 1 if r else 0 for r in running])
+    with interrupts.kept():
+        found = engine.advance(tokens, starts, most)
+    spent = time.perf_counter() - began
+    for request in active:
+        request.decode_seconds += spent
+    for row, request in enumerate(list(running)):
+        for i, token in enumerate(found[row]):
+            if request is not None and request is running[row]:
+                request.accepted += i < len(found[row]) - 1
+                yield from _accept(engine, rows, running, row, token, None, ctx)
 
 
 class _Flight(NamedTuple):

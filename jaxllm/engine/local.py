@@ -131,16 +131,24 @@ def begin_recurrent(block: Block, x: Array, state: State, step: Step) -> Midway:
 
 
 def run_recurrent(
-    block: Block, x: Array, state: State, step: Step, midway: Midway | None
-) -> tuple[Array, State]:
+    block: Block, x: Array, state: State, step: Step, midway: Midway | None, keep: bool = False
+) -> tuple[Array, State, State]:
     """This device's partial [N, T, D] of a layer's recurrent mixer, and its state of all rows after
-    the step. A row without real tokens keeps its state."""
+    the step. A row without real tokens keeps its state.
+
+    With `keep` also the states [T - 1, N, own groups, ...] after fewer tokens: after one, two, ...
+    What does not depend on how many they are is computed once.
+    """
     before = _rows_of(state, step)
-    partial, after = block.recur(x, _begun(before, step), step.counts, midway)
+    begun = _begun(before, step)
+    partial, after = block.recur(x, begun, step.counts, midway)
     real = step.counts > 0
     kept = (jnp.where(_wide(real, a), a, b) for a, b in zip(after, before, strict=True))
     update = lax.dynamic_update_slice_in_dim
-    return partial, tuple(update(a, b, step.row, 0) for a, b in zip(state, kept, strict=True))
+    new = tuple(update(a, b, step.row, 0) for a, b in zip(state, kept, strict=True))
+    fewer = range(1, x.shape[1]) if keep else ()
+    earlier = [block.recur(x, begun, jnp.full_like(step.counts, n), midway)[1] for n in fewer]
+    return partial, new, tuple(map(jnp.stack, zip(*earlier, strict=True)))
 
 
 class Top(NamedTuple):

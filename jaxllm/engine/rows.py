@@ -92,6 +92,14 @@ def put_row(cache: Cached, new: tuple[Any, ...], row: Array, *, axis: int) -> Ca
 
 
 @partial(jax.jit, static_argnames=("axis",), donate_argnames=("cache",))
+def take_back(cache: Cached, earlier: Cached, row: Array, at: Array, *, axis: int) -> Cached:
+    """States with one of their rows as it was, `earlier` having what it was at several times along
+    an axis of its own before that of the rows."""
+    new = take_row(take_row(earlier, at, axis=axis), np.int32(0), axis=axis)
+    return put_row(cache, tuple(jax.tree.leaves(new)), row, axis=axis)
+
+
+@partial(jax.jit, static_argnames=("axis",), donate_argnames=("cache",))
 def copy_row(cache: Cached, source: Array, target: Array, *, axis: int) -> Cached:
     """Rings and states with the row `target` as `source` is."""
     whole = take_row(cache, source, axis=axis)

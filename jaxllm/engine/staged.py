@@ -25,8 +25,26 @@ from jaxllm.cache.attention import Ring, empty_ring, join_page, split_page
 from jaxllm.cache.store import PageStore, group_sizes
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import State, pack_step
-from jaxllm.engine.rows import LayerRow, copy_row, join_heads, of_ring, put_row, take_row
-from jaxllm.engine.stages import Queries, StageIn, attend, cut, embed, head, layer_of, stage
+from jaxllm.engine.rows import (
+    LayerRow,
+    copy_row,
+    join_heads,
+    of_ring,
+    put_row,
+    take_back,
+    take_row,
+)
+from jaxllm.engine.stages import (
+    Queries,
+    StageIn,
+    attend,
+    cut,
+    embed,
+    features,
+    head,
+    layer_of,
+    stage,
+)
 from jaxllm.engine.states import StateEnds, StateRow, empty_state
 from jaxllm.models.layers import Array, Device, Heads
 from jaxllm.models.weights import Leaves, LocalModel
@@ -70,6 +88,7 @@ class StagedEngine(Engine):
             store.peers = self.stores
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
         self.states = [self._empty_states(i) for i in range(len(devices))]
+        self.earlier: dict[tuple[int, int], State] = {}  # states after fewer tokens of a step
         self.ends = StateEnds(options.slots, bool(models[0].cfg.stateful))
         self.trimmed: dict[tuple[int, int], int] = {}  # first position kept, by row and window
         self.window_layers: dict[int, list[tuple[int, int]]] = {}  # (device, layer) by window
@@ -114,13 +133,34 @@ class StagedEngine(Engine):
 
     @frees_on_failure
     def forward(
-        self, tokens: np.ndarray, row: int, starts: np.ndarray, used: int | None = None
+        self,
+        tokens: np.ndarray,
+        row: int,
+        starts: np.ndarray,
+        used: int | None = None,
+        features: Array | None = None,
+        keep: bool = False,
     ) -> dict[int, Array]:
         rows = len(tokens)
         packed = pack_step(tokens, row, starts, self.floor[row : row + rows], used)
         self.ends.advance(row, starts, tokens.shape[1] if used is None else used)
-        step = _Forward(self, packed, row, rows, again=rows == self.plan.options.slots)
-        return step.run()
+        step = _Forward(self, packed, row, rows, rows == self.plan.options.slots, keep)
+        found = step.run(features)
+        self.earlier = step.earlier
+        return found
+
+    @frees_on_failure
+    def take_back(self, row: int, length: int, count: int) -> None:
+        rows = np.int32(row), np.int32(count - 1)
+        for (device, layer), earlier in self.earlier.items():
+            states = self.states[device]
+            states[layer] = take_back(states[layer], earlier, *rows, axis=0)
+        self.earlier = {}
+        self.ends.set(row, length)
+
+    def copy_to(self, whole: Array, device: int) -> Array:
+        """An array of any place on a device of the plan."""
+        return jax.device_put(whole, SingleDeviceSharding(self.devices[device]))
 
     def weights(self) -> list[Array]:
         return jax.tree.leaves([(own.layers, own.ends) for own in self.leaves])
@@ -135,6 +175,11 @@ class StagedEngine(Engine):
                 outs.append(head(leaves.ends, leaves.vocab, hidden[i], at, ends=ends, top=top))
         parts = jax.device_get(outs)
         return merge_top(parts, top) if top else merge_logits(parts)
+
+    @frees_on_failure
+    def features(self, hidden: dict[int, Array]) -> Array:
+        self.at_work = i = min(hidden)
+        return features(self.leaves[i].ends, hidden[i], ends=self.models[i].ends)
 
     @frees_on_failure
     def settle(self, row: int, ends: np.ndarray) -> None:
@@ -298,8 +343,17 @@ class StagedEngine(Engine):
 class _Forward:
     """One step: the residual x and the partials of each device on their way through the layers."""
 
-    def __init__(self, engine: StagedEngine, packed: np.ndarray, row: int, rows: int, again: bool):
-        self.engine, self.row, self.rows = engine, row, rows
+    def __init__(
+        self,
+        engine: StagedEngine,
+        packed: np.ndarray,
+        row: int,
+        rows: int,
+        again: bool,
+        keep: bool,
+    ):
+        self.engine, self.row, self.rows, self.keep = engine, row, rows, keep
+        self.earlier: dict[tuple[int, int], State] = {}  # by device and layer; see `take_back`
         self.packed = [jax.device_put(packed, SingleDeviceSharding(d)) for d in engine.devices]
         for store in engine.stores:
             store.begin(row, rows, again)
@@ -312,12 +366,14 @@ class _Forward:
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
         self.begun_mlps: dict[int, Any] = {}  # of a layer whose MLP waits for a sum
 
-    def run(self) -> dict[int, Array]:
+    def run(self, given: Array | None = None) -> dict[int, Array]:
+        """Through all layers; the tokens of a draft come with features [N, T, D]."""
         engine, plan = self.engine, self.engine.plan
         holders = [i for i, (a, b) in enumerate(plan.vocab) if b > a]
         for i in holders:
             leaves, ends = engine.leaves[i], engine.models[i].ends
-            self.made[i] = embed(leaves.ends, leaves.vocab, self.packed[i], ends=ends)
+            beside = None if given is None else engine.copy_to(given, i)
+            self.made[i] = embed(leaves.ends, leaves.vocab, self.packed[i], beside, ends=ends)
         last = len(plan.layers) - 1
         self._exchange(plan.layers[0].devices)
         self._begin(0, ("enter",))
@@ -448,6 +504,7 @@ class _Forward:
             here=None if here is None else engine.layers[device][here],
             there=None if there is None else engine.layers[device][there],
             page=engine.page,
+            keep=self.keep,
         )
         if result.x is not None:
             self.x[device] = result.x
@@ -467,6 +524,8 @@ class _Forward:
             self.mixed[device] = result.mixed
         if result.state is not None and there is not None:
             states[there] = result.state
+        if result.earlier and there is not None:
+            self.earlier[device, there] = result.earlier
 
     def _attend(self, devices: tuple[int, ...], index: int) -> None:
         """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so

@@ -85,11 +85,12 @@ class StageOut(NamedTuple):
     mixed: Array | None  # partial of its recurrent mixer, for the stage in which it ends
     state: State | None  # of the layer that begins
     begun_mlp: Any  # of a layer whose MLP waits for a sum
+    earlier: State | None  # the same after fewer tokens
 
 
 @partial(
     jax.jit,
-    static_argnames=("pieces", "here", "there", "page"),
+    static_argnames=("pieces", "here", "there", "page", "keep"),
     donate_argnames=("ring", "state"),
     compiler_options=DEVICE_LOOPS,
 )
@@ -103,13 +104,16 @@ def stage(
     here: Layer | None,
     there: Layer | None,
     page: int,
+    keep: bool,
 ) -> StageOut:
-    """Run pieces in order; `ring` and `state` are those of the layer that begins."""
+    """Run pieces in order; `ring` and `state` are those of the layer that begins. With `keep` also
+    its states after fewer tokens (`run_recurrent`)."""
     step = unpack_step(packed)
     old: Any = None if here is None else here.block.bind(given.here)
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
     heads, held, read, mixed, begun_mlp = given.heads, given.held, None, None, None
+    earlier = None
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
@@ -130,7 +134,7 @@ def stage(
                     if held is None or total is None:  # no other device has groups of this layer
                         held, total = begin_recurrent(new, x, state, step)
                     midway, held, total = Midway(held, total), None, None
-                mixed, state = run_recurrent(new, x, state, step, midway)
+                mixed, state, earlier = run_recurrent(new, x, state, step, midway, keep)
             if not there.kv_heads:
                 heads, total = None, None
                 continue
@@ -176,6 +180,7 @@ def stage(
         mixed,
         state,
         begun_mlp,
+        earlier,
     )
 
 
@@ -199,9 +204,21 @@ def attend(
 
 
 @partial(jax.jit, static_argnames=("ends",))
-def embed(leaves: tuple[Array, ...], vocab: Array, packed: Array, *, ends: BlockDef) -> Array:
+def embed(
+    leaves: tuple[Array, ...],
+    vocab: Array,
+    packed: Array,
+    features: Array | None,
+    *,
+    ends: BlockDef,
+) -> Array:
     step = unpack_step(packed)
-    return ends.bind(leaves).embed(step.tokens, step.positions, vocab)
+    return ends.bind(leaves).embed(step.tokens, step.positions, vocab, features)
+
+
+@partial(jax.jit, static_argnames=("ends",))
+def features(leaves: tuple[Array, ...], x: Array, *, ends: BlockDef) -> Array:
+    return ends.bind(leaves).features(x)
 
 
 @partial(jax.jit, static_argnames=("ends", "top"))

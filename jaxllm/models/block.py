@@ -36,6 +36,7 @@ from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.inputs import LayerInputs
 from jaxllm.models.kept import KeptMix
 from jaxllm.models.layers import Array, Heads, Norm, linear, matrix, param
+from jaxllm.models.nextn import NextN
 from jaxllm.models.quantised import QuantisedParam, values
 from jaxllm.models.streams import Streams
 
@@ -128,16 +129,18 @@ class Ends(nnx.Module):
         self.norm = Norm(embed, cfg.eps, f"/{cfg.norm_name}.weight", cfg.norm)
         self.head = None if cfg.tied else matrix((rows, embed), axes, ("/output.weight",), dtype)
         self.bias = param((rows,), ("vocab",), ("/output.bias",), dtype) if cfg.head_bias else None
+        self.nextn = NextN(cfg, rows, dtype) if cfg.ahead else None
 
-    def embed(self, tokens: Array, positions: Array, vocab: Array) -> Array:
+    def embed(
+        self, tokens: Array, positions: Array, vocab: Array, features: Array | None = None
+    ) -> Array:
         """tokens and positions [B, T] -> [B, T, D]; zero for tokens whose row another device
-        holds. vocab int32 [2]: the device's first row and how many it has."""
+        holds. vocab int32 [2]: the device's first row and how many it has. features [B, T, D] are
+        given to `DraftEnds` alone."""
         table = self.table[...]
         if table.shape[0] == 0:
             return jnp.zeros((*tokens.shape, self.cfg.width), table.dtype)
-        row = tokens - vocab[0]
-        mine = (row >= 0) & (row < vocab[1])
-        row = jnp.where(mine, row, 0)
+        row, mine = _own_rows(tokens, vocab)
         x = values(table[row])
         x = x * jnp.asarray(self.cfg.embed_scale, x.dtype)
         if self.positions is not None:
@@ -153,21 +156,60 @@ class Ends(nnx.Module):
             x = jnp.pad(x, ((0, 0), (0, 0), (0, self.cfg.width - x.shape[-1])))
         return jnp.where(mine[..., None], x, jnp.zeros((), x.dtype))
 
-    def logits(self, x: Array) -> Array:
-        """x [..., D] -> float32 [..., own rows]."""
-        head = self.table if self.head is None else self.head
+    def features(self, x: Array) -> Array:
+        """What the head reads of the residual: [..., D] after the last norm."""
         if self.mix is not None:
             x = self.mix(x, self.cfg.kept)
         elif self.streams is not None:
             x = self.streams.join(x[..., : self.cfg.streams * self.cfg.embed])
         else:
             x = x[..., : self.cfg.embed]
-        y = linear(self.norm(x), head[...])
+        return self.norm(x)
+
+    def output(self) -> nnx.Param:
+        """The rows of the head."""
+        return self.table if self.head is None else self.head
+
+    def logits(self, x: Array) -> Array:
+        """x [..., D] -> float32 [..., own rows]."""
+        y = linear(self.features(x), self.output()[...])
         if self.bias is not None:
             y = y + self.bias[...]
         y, cap = y.astype(jnp.float32), self.cfg.logit_softcap
         y = y if self.cfg.logit_scale == 1.0 else y * self.cfg.logit_scale
         return y if cap is None else cap * jnp.tanh(y / cap)
+
+
+def _own_rows(tokens: Array, vocab: Array) -> tuple[Array, Array]:
+    """Rows of a device's table, zero for tokens of another; whether each is its own."""
+    row = tokens - vocab[0]
+    mine = (row >= 0) & (row < vocab[1])
+    return jnp.where(mine, row, 0), mine
+
+
+class DraftEnds(Ends):
+    """The same parameters as `Ends` has, as the layer that predicts tokens ahead uses them: a
+    token comes with the features of the position before it (`jaxllm.models.nextn`)."""
+
+    def embed(
+        self, tokens: Array, positions: Array, vocab: Array, features: Array | None = None
+    ) -> Array:
+        assert self.nextn is not None and features is not None
+        own = self.table if self.nextn.table is None else self.nextn.table
+        table = own[...]
+        if table.shape[0] == 0:
+            return jnp.zeros((*tokens.shape, self.cfg.embed), table.dtype)
+        row, mine = _own_rows(tokens, vocab)
+        x = self.nextn(values(table[row]), features)
+        return jnp.where(mine[..., None], x, jnp.zeros((), x.dtype))
+
+    def features(self, x: Array) -> Array:
+        assert self.nextn is not None
+        return super().features(x) if self.nextn.norm is None else self.nextn.norm(x)
+
+    def output(self) -> nnx.Param:
+        assert self.nextn is not None
+        return super().output() if self.nextn.head is None else self.nextn.head
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +262,6 @@ def block_def(
 
 
 @cache
-def ends_def(cfg: ModelConfig, rows: int, dtype: str, kinds: Kinds) -> BlockDef:
+def ends_def(ends: type[Ends], cfg: ModelConfig, rows: int, dtype: str, kinds: Kinds) -> BlockDef:
     """The definition of the two ends over `rows` vocabulary rows."""
-    return _define(lambda: Ends(cfg, rows, jnp.dtype(dtype)), kinds)
+    return _define(lambda: ends(cfg, rows, jnp.dtype(dtype)), kinds)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from jaxllm.cache.types import CacheFormat
 from jaxllm.errors import ModelError
 from jaxllm.models.recurrent import Recurrent, state_bytes
-from sharding import LayerShape, ModelShape
+from sharding import Context, LayerShape, ModelShape
 
 NormKind = Literal["rms", "layer"]
 Pairs = Literal["neighbours", "halves"]
@@ -319,8 +319,19 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A layer that predicts tokens ahead (MTP, NextN), and which ends it has of its own in place of
+    the model's: see `jaxllm.models.nextn`."""
+
+    layer: LayerConfig
+    table: bool = False
+    norm: bool = False
+    head: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A whole model: its ends and its layers."""
+    """A whole model: its ends and its layers, of which the last `ahead` predict tokens ahead."""
 
     architecture: str
     embed: int
@@ -344,6 +355,8 @@ class ModelConfig:
     logit_softcap: float | None = None
     unused: tuple[str, ...] = ()  # ends of names of tensors that a file may have for nothing
     drafts: int = 0  # further layers of a file, that only predict tokens ahead
+    draft: Draft | None = None  # the first of them, where it can be used
+    ahead: int = 0
     name: str = ""
 
     @property
@@ -372,6 +385,26 @@ class ModelConfig:
     def stateful(self) -> tuple[int, ...]:
         """The layers that keep a recurrent state."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent is not None)
+
+    def with_draft(self) -> ModelConfig:
+        """The model with the layer of its file that predicts tokens ahead as its last one.
+
+        Raises:
+            ModelError: where the file has none, or several.
+        """
+        if self.draft is None:
+            raise ModelError(
+                f"{self.name or self.architecture} has {self.drafts} layers that predict tokens "
+                "ahead, or of a kind that is not supported, where one is needed; load it without "
+                "spec_type (--spec-type)"
+            )
+        return replace(self, layers=(*self.layers, self.draft.layer), drafts=0, ahead=1)
+
+    def of_context(self, context: Context) -> ModelConfig:
+        """The layers of one context alone."""
+        cut = len(self.layers) - self.ahead
+        own = self.layers[:cut] if context == "main" else self.layers[cut:]
+        return replace(self, layers=own, ahead=0)
 
     def in_context(self, ctx: int) -> ModelConfig:
         """The model for a context of so many positions; `ModelError` where it has fewer."""
@@ -409,8 +442,9 @@ class ModelConfig:
                     states=layer.columns.states,
                     state_bytes=0 if layer.recurrent is None else state_bytes(layer.recurrent),
                     state_work=0 if layer.recurrent is None else 4 * layer.recurrent.work,
+                    cache_context="main" if i < len(self.layers) - self.ahead else "draft",
                 )
-                for layer in self.layers
+                for i, layer in enumerate(self.layers)
             ),
             vocab=self.vocab,
             embed=self.embed,

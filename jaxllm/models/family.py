@@ -11,6 +11,7 @@ from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.block import Block
 from jaxllm.models.config import (
+    Draft,
     LayerConfig,
     ModelConfig,
     NormKind,
@@ -144,6 +145,7 @@ def read_layer(
     needs_eps: bool = True,
     routing: Routing | None = None,
     partial: bool = False,
+    ahead: bool = False,
     **changes: Any,
 ) -> list[LayerConfig]:
     """The layers as plain decoders have them; `changes` sets a field of every layer.
@@ -153,17 +155,19 @@ def read_layer(
     for an architecture without rope. `window` says that the family reads a sliding window,
     `weights` that its norms have weights, `needs_eps` that its files say an epsilon; `routing` is
     that of a family whose layers may be mixtures of experts, `partial` that they may lack attention
-    or an MLP, whose numbers are then zero.
+    or an MLP, whose numbers are then zero; with `ahead` come also the layers that predict tokens
+    ahead, as the last ones.
     """
     refuse_unread(meta, window, changes.get("causal", True))
     embed = meta.require("embedding_length", int)
     blocks = meta.require("block_count", int)
-    count = blocks - int(meta.get(DRAFTS, 0))
+    trunk = blocks - int(meta.get(DRAFTS, 0))
+    count = blocks if ahead else trunk
     heads = meta.per_layer("attention.head_count", blocks)[:count]
     kv_heads = meta.per_layer("attention.head_count_kv", blocks, heads)[:count]
     columns = meta.per_layer("feed_forward_length", blocks)[:count]
-    if count < 1:
-        raise ModelError(f"{meta.architecture}.block_count is {count}; it must be at least 1")
+    if trunk < 1:
+        raise ModelError(f"{meta.architecture}.block_count is {trunk}; it must be at least 1")
     layers = []
     for i, (n, k, f) in enumerate(zip(heads, kv_heads, columns, strict=True)):
         if partial and min(n, k) == 0:
@@ -199,6 +203,15 @@ def read_layer(
         stored = _stored(tensors, f"blk.{i}.", fields) | read_experts(meta, tensors, i, routing)
         layers.append(LayerConfig(**(fields | stored | changes)))
     return layers
+
+
+def read_draft(tensors: Tensors, index: int, layers: Sequence[LayerConfig]) -> Draft | None:
+    """The one layer that predicts tokens ahead, from block `index` of a file; None for a file with
+    none of them or several."""
+    if len(layers) != 1 or f"blk.{index}.nextn.eh_proj.weight" not in tensors:
+        return None
+    ends = "embed_tokens", "shared_head_norm", "shared_head_head"
+    return Draft(layers[0], *(f"blk.{index}.nextn.{name}.weight" in tensors for name in ends))
 
 
 def in_window(layer: int, period: int, full_first: bool = False) -> bool:

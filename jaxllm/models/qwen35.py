@@ -10,7 +10,14 @@ from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import LayerConfig, ModelConfig, Norms
 from jaxllm.models.decoder import DecoderBlock
-from jaxllm.models.family import DRAFTS, Family, Tensors, read_layer, read_model
+from jaxllm.models.family import (
+    DRAFTS,
+    Family,
+    Tensors,
+    read_draft,
+    read_layer,
+    read_model,
+)
 from jaxllm.models.positions import check_sections
 from jaxllm.models.recurrent import DeltaNet
 from jaxllm.models.routing import Routing
@@ -20,17 +27,19 @@ INTERVAL = 4  # of layers with attention, where the file does not say it
 
 
 def _configure(meta: Metadata, tensors: Tensors, pictures: bool) -> ModelConfig:
-    layers = read_layer(meta, tensors, "halves", norms=NORMS, routing=Routing())
+    layers = read_layer(meta, tensors, "halves", norms=NORMS, routing=Routing(), ahead=True)
     if pictures:
         meta.require("rope.dimension_sections")
         check_sections(meta, layers, interleaved=True)
     net = _delta_net(meta, tensors, tiled=pictures)
-    linear = linear_layers(meta, len(layers), INTERVAL)
+    trunk = len(layers) - int(meta.get(DRAFTS, 0))
+    linear = linear_layers(meta, trunk, INTERVAL) + [False] * (len(layers) - trunk)
     mixed = [
         own.without_attention(net) if linear[i] else _gated(own, i) for i, own in enumerate(layers)
     ]
+    draft = read_draft(tensors, trunk, mixed[trunk:])
     # Where both ways to store what a delta net reads are there, llama.cpp takes the newer.
-    return read_model(meta, tensors, mixed, unused=(".ssm_in.weight",))
+    return read_model(meta, tensors, mixed[:trunk], draft=draft, unused=(".ssm_in.weight",))
 
 
 def linear_layers(meta: Metadata, count: int, interval: int) -> list[bool]:

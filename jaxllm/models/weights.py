@@ -22,13 +22,13 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxllm.gguf.blocks import BlockType
-from jaxllm.models.block import Block, BlockDef, Kinds, block_def, ends_def
+from jaxllm.models.block import Block, BlockDef, DraftEnds, Ends, Kinds, block_def, ends_def
 from jaxllm.models.config import Columns, ModelConfig
 from jaxllm.models.layers import Device
 from jaxllm.models.memory import Arena
 from jaxllm.models.quantised import Quantised
 from jaxllm.models.sections import Section
-from sharding import Plan, TensorShape
+from sharding import Context, Plan, TensorShape
 
 
 class Leaves(NamedTuple):
@@ -38,17 +38,39 @@ class Leaves(NamedTuple):
     ends: tuple[jax.Array, ...]
     vocab: jax.Array
 
+    def of(self, model: LocalModel) -> Leaves:
+        """The arrays of one part of a model, which `LocalModel.of_context` gave."""
+        own = self.layers[model.first : model.first + len(model.blocks)]
+        return self._replace(layers=own)
+
 
 @dataclass(frozen=True, eq=False)
 class LocalModel:
     """One device's slice without its values. Compared by identity: `local_model` gives the same
-    object for the same arguments, and programs look it up in every step."""
+    object for the same arguments, and programs look it up in every step.
+
+    `draft_ends` are the ends of a context of layers that predict tokens ahead, over the same
+    leaves; `first` is the number of a part's first layer in the whole."""
 
     cfg: ModelConfig
     blocks: tuple[BlockDef, ...]
     ends: BlockDef
     kv_heads: tuple[int, ...]
     states: tuple[int, ...]  # groups of a recurrent state
+    draft_ends: BlockDef | None = None
+    first: int = 0
+
+    def of_context(self, context: Context) -> LocalModel:
+        """The layers of one context alone, with its ends."""
+        cut = len(self.blocks) - self.cfg.ahead
+        own, ends = slice(0, cut), self.ends
+        if context == "draft":
+            assert self.draft_ends is not None
+            own, ends = slice(cut, None), self.draft_ends
+        blocks, kv_heads, states = self.blocks[own], self.kv_heads[own], self.states[own]
+        return _interned(
+            self.cfg.of_context(context), blocks, ends, kv_heads, states, None, own.start
+        )
 
 
 class Stored(NamedTuple):
@@ -132,7 +154,9 @@ def local_model(
         for layer, k, f, kind in zip(cfg.layers, kv_heads, columns, own, strict=True)
     )
     states = tuple(own.states for own in columns)
-    return _interned(cfg, blocks, ends_def(cfg, rows, dtype, ends), tuple(kv_heads), states)
+    own_ends = ends_def(Ends, cfg, rows, dtype, ends)
+    draft_ends = ends_def(DraftEnds, cfg, rows, dtype, ends) if cfg.ahead else None
+    return _interned(cfg, blocks, own_ends, tuple(kv_heads), states, draft_ends)
 
 
 _interned = cache(LocalModel)

@@ -5,6 +5,7 @@ Everything is made anew in every call, references included: a fault is in all of
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import naive
 from jaxllm import LLM, ModelConfig
 from jaxllm.engine.build import plan_model
+from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.sources import RandomSource
 from jaxllm.planning import options_from
@@ -87,8 +89,10 @@ def check_budget(cfg: ModelConfig, *, rooms: tuple[int, int] | None = None, **bu
     for position in range(128):
         llm.engine.forward(np.asarray([[position]], np.int32), 0, np.asarray([position]))
         llm.engine.settle(0, np.asarray([position + 1]))
-    for device, store in enumerate(llm.engine.stores):
-        held, plan = store.held_bytes(), llm.plan
+    plan, drafting = llm.plan, isinstance(llm.engine, DraftingEngine)
+    engines = (llm.engine.target, llm.engine.draft) if drafting else (llm.engine,)
+    for device, stores in enumerate(zip(*(engine.stores for engine in engines), strict=True)):
+        held = sum((Counter(store.held_bytes()) for store in stores), Counter())
         kept, host = plan.residency.devices[device].bytes, plan.cache_bytes(device)["host"]
         assert held["device"] == kept, f"pages take {held} bytes, kept were {kept}"
         assert sum(held.values()) - kept == host, f"pages take {held} bytes, planned were {host}"

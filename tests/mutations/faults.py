@@ -19,7 +19,7 @@ from jaxllm.cache.types import CACHE_TYPES
 from jaxllm.engine import build, local, staged, stages
 from jaxllm.models.layers import QKV
 from jaxllm.models.sources import RandomSource, TensorSource
-from sharding import Mesh, Plan
+from sharding import Context, Mesh, Plan
 from sharding.residency import spend_budget, streaming_all
 
 Patch = pytest.MonkeyPatch
@@ -267,8 +267,8 @@ def drafts_not_counted(patch: Patch) -> None:
 def drafts_counted_with_the_rest(patch: Patch) -> None:
     """The budget sees a draft layer as one of the main model's."""
 
-    def wrong(right: Callable, plan: Plan) -> Any:
+    def wrong(right: Callable, plan: Plan, context: Context) -> Any:
         main = tuple(replace(s, cache_context="main") for s in plan.model.layers)
-        return right(replace(plan, model=replace(plan.model, layers=main)))
+        return right(replace(plan, model=replace(plan.model, layers=main)), context)
 
     _change(patch, sharding.residency, "_slices", wrong)

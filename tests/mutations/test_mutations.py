@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 import jax
 import pytest
 
-from jaxllm.models.config import ModelConfig
+from jaxllm.models.config import Draft
 from mutations import faults
 from mutations.checks import check_budget, check_cut, model
 
@@ -22,17 +21,10 @@ PAGES_OF_TWO = 2 * 2 * 7 * 16 * 4 * 32 * 4 // 2  # bytes of two layers' pages, h
 
 
 def _with_draft() -> None:
-    """The last layer is a draft's: it has a cache of its own and takes none of the budget."""
-    right = ModelConfig.shape
-
-    def shape(self: ModelConfig, *args: Any) -> Any:
-        found = right(self, *args)
-        *main, last = found.layers
-        return replace(found, layers=(*main, replace(last, cache_context="draft")))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelConfig, "shape", shape)
-        llm = check_budget(model(3), kv_gpu_layers=99)
+    """A draft's layer has a cache of its own and takes none of the model's budget."""
+    main = model()
+    cfg = replace(main, draft=Draft(main.layers[0])).with_draft()
+    llm = check_budget(cfg, kv_gpu_layers=99)
     assert llm.plan.residency.pages[2] == (0, 0), "a draft layer has taken of the budget"
 
 

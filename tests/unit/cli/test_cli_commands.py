@@ -293,7 +293,7 @@ def test_options_reach_the_plan_under_their_names():
         "generate x -sm tensor -ts 3,1 -as 2,1 -nkvo -ctk q8_0 -ctv bf16 --no-kv-rotate -c 99"
         " -np 3 -ub 64 --dtype float16 --engine staged --rounding llama.cpp --dither --kv-replicate"
         " --page 32 --group-pages 5 --prefetch 6 --devices 2 -kvgl 4 --kv-device-bytes 1.5G"
-        " --link-gbps 24.2,3.3 --no-kv-pinned"
+        " --link-gbps 24.2,3.3 --no-kv-pinned -kvgld 1 --spec-type draft-mtp --spec-draft-n-max 2"
     )
     args = make_parser().parse_args(line.split())
     assert args.devices == 2
@@ -305,6 +305,7 @@ def test_options_reach_the_plan_under_their_names():
         "cache_type_k": "q8_0",
         "cache_type_v": "bf16",
         "kv_gpu_layers": 4,
+        "kv_gpu_layers_draft": 1,
         "kv_device_bytes": "1.5G",
         "kv_pinned": False,
         "link_gbps": "24.2,3.3",
@@ -320,9 +321,12 @@ def test_options_reach_the_plan_under_their_names():
         "page": 32,
         "group_pages": 5,
         "prefetch": 6,
+        "spec_type": "draft-mtp",
+        "spec_draft_n_max": 2,
     }
     renamed = {"parallel": "slots", "dtype": "itemsize"}
-    fields = {renamed.get(name, name) for name in split_arguments(args)} - {"link_gbps"}
+    others = {"link_gbps", "spec_type"}
+    fields = {renamed.get(name, name) for name in split_arguments(args)} - others
     assert fields == {field.name for field in dataclasses.fields(PlanOptions)}
     assert split_arguments(make_parser().parse_args(["generate", "x"])) == {}
 

@@ -24,7 +24,7 @@ from residency_models import (
     with_room,
 )
 
-from sharding import LayerShape, Mesh, PlanError
+from sharding import Kept, LayerShape, Mesh, PlanError
 
 # ctx 20480, from public measurements of a model with 16 attention layers, 4 KV heads of 256, every
 # fourth layer of 64 having attention: 4096 bytes a position and layer in f16.
@@ -121,11 +121,20 @@ def test_scenario_14_a_budget_counts_the_layers_that_the_main_context_owns(budge
     assert plan.residency.pages[8] == (0, 0)
     clamped = [n for n in plan.notes if "--kv-gpu-layers/-kvgl 99 is more than the 2 layers" in n]
     assert len(clamped) == (budget == 99)
+    assert plan.residency.drafts == (Kept(),) * 2
     draft = 4096 * 4096
     assert sum(plan.cache_bytes(d)["host"] for d in (0, 1)) == (3 - min(2, budget)) * draft
     # The draft's cache is streamed still.
     holder = [d for d in (0, 1) if d in plan.layers[8].attn_devices]
     assert all(plan.staging_bytes(d) and plan.link_bytes(d, 4096) for d in holder)
+    # Its own budget counts it alone.
+    own = plan_of(model, links(FAST, SLOW), options, kv_gpu_layers_draft=budget)
+    assert own.residency.devices == (Kept(),) * 2
+    assert sum(k.layers for k in own.residency.drafts) == min(1, budget)
+    assert sum(k.requested_bytes for k in own.residency.drafts) == min(1, budget) * draft
+    assert sum(own.cache_bytes(d)["host"] for d in (0, 1)) == (3 - min(1, budget)) * draft
+    clamped = [n for n in own.notes if "-draft/-kvgld" in n and "the 1 layer with" in n]
+    assert len(clamped) == (budget > 1)
 
 
 def test_layers_that_read_anothers_cache_follow_it_and_cost_nothing():
