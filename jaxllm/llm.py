@@ -17,7 +17,8 @@ from jaxllm.arguments import check_switch, is_prompt, path_of, sampling_params, 
 from jaxllm.engine.base import Engine
 from jaxllm.engine.build import PlannedModel, build_engine
 from jaxllm.engine.drafting import DraftingEngine
-from jaxllm.engine.fused import FusedEngine, empty_cache, pure_step
+from jaxllm.engine.forward import pure_step
+from jaxllm.engine.fused import FusedEngine, empty_cache
 from jaxllm.engine.generate import Request, generate, prefill
 from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import SamplingParams

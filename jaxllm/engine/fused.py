@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,15 @@ import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxllm.cache.attention import Ring, attend_ring, attend_span, decode_spans, empty_ring
+from jaxllm.cache.attention import decode_spans, empty_ring
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
+from jaxllm.engine.forward import Cache, Total, alone, forward
 from jaxllm.engine.local import (
     State,
     Step,
     Top,
-    begin_attention,
-    begin_recurrent,
-    end_attention,
     head_logits,
     pack_step,
-    run_recurrent,
     unpack_step,
 )
 from jaxllm.engine.rows import (
@@ -42,7 +39,6 @@ from jaxllm.engine.rows import (
     take_row,
 )
 from jaxllm.engine.states import StateEnds, StateRow, empty_state
-from jaxllm.errors import OptionError
 from jaxllm.models.block import BlockDef
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
@@ -51,72 +47,6 @@ from sharding import Plan, ring_positions
 from sharding.splits import Ranges
 
 AXIS = "devices"
-
-
-class Cache(NamedTuple):
-    """What the rows hold: rings of the layers with a KV cache, states of those with a state."""
-
-    rings: tuple[Ring, ...]
-    states: tuple[State, ...]
-
-
-def forward(
-    model: LocalModel,
-    leaves: Leaves,
-    cache: Cache,
-    step: Step,
-    total: Callable[[Array], Array],
-    span: int | None = None,
-    features: Array | None = None,
-    keep: bool = False,
-) -> tuple[Array, Cache, tuple[State, ...]]:
-    """One step over all layers: the hidden states [N, T, D] before the head, the new cache, and
-    with `keep` the states after fewer tokens (`run_recurrent`).
-
-    With a span rows have one token, and attention reads that many slots of a ring at once. Tokens
-    of a draft come with features [N, T, D].
-    """
-    ends = model.ends.bind(leaves.ends)
-    x = total(ends.embed(step.tokens, step.positions, leaves.vocab, features))
-    rings: dict[int, Ring] = dict(zip(model.cfg.cached, cache.rings, strict=True))
-    states: dict[int, State] = dict(zip(model.cfg.stateful, cache.states, strict=True))
-    earlier: list[State] = []
-    for index, (definition, cfg, values, owner) in enumerate(
-        zip(model.blocks, model.cfg.layers, leaves.layers, model.cfg.owners, strict=True)
-    ):
-        block, parts = definition.bind(values), []
-        if cfg.recurrent is not None:
-            midway = None
-            if cfg.recurrent.summed:
-                midway = begin_recurrent(block, x, states[index], step)
-                midway = midway._replace(total=total(midway.total))
-            state = states[index]
-            mixed, states[index], fewer = run_recurrent(block, x, state, step, midway, keep)
-            parts.append(mixed)
-            earlier.append(fewer)
-        if cfg.kv_heads:
-            heads = block.project(x)
-            squares = block.head_squares(heads)
-            squares = None if squares is None else total(squares)
-            own = rings[index] if cfg.owns_cache else None
-            q, carry, own = begin_attention(block, cfg, heads, squares, own, step)
-            if own is not None:
-                rings[index] = own
-            at = step.seen_from(cfg)
-            if span is None:
-                carry = attend_ring(cfg, carry, q, rings[owner], step.row, at)
-            else:
-                carry = attend_span(cfg, carry, q, rings[owner], step.row, at, span)
-            parts.append(end_attention(block, cfg, carry, q, x))
-        if parts:
-            x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
-        else:
-            read = block.enter_mlp(x)
-        if cfg.mlp:
-            begun, part = block.begin_mlp(read)
-            part = None if part is None else total(part)
-            x = block.join_mlp(x, total(block.end_mlp(begun, part)))
-    return x, Cache(tuple(rings.values()), tuple(states.values())), tuple(earlier)
 
 
 def _per_device(mesh: JaxMesh | None, local: Callable, sharded: int, whole: int) -> Callable:
@@ -138,8 +68,13 @@ def _same(mesh: JaxMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _total(mesh: JaxMesh | None) -> Callable[[Array], Array]:
-    return (lambda x: x) if mesh is None else partial(jax.lax.psum, axis_name=AXIS)
+def _together(x: Array) -> Array:
+    """The `Total` of several devices."""
+    return jax.lax.psum(x, AXIS)
+
+
+def _total(mesh: JaxMesh | None) -> Total:
+    return alone if mesh is None else _together
 
 
 _program = partial(jax.jit, donate_argnames=("cache",), compiler_options=DEVICE_LOOPS)
@@ -225,31 +160,6 @@ def _features(
 
     found = _per_device(mesh, local, 2, 0)(leaves, x)
     return found if mesh is None else jax.lax.with_sharding_constraint(found[0], _same(mesh))
-
-
-def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[Array, Cache]]:
-    """fn(leaves, cache, tokens [B, T], starts [B]) -> (logits [B, T, V], cache), for one device.
-
-    Positions are known only when the program runs: rows that would leave the context, or reach
-    across a multiple of `ubatch` (where a ring may end), get logits that are no numbers, as do rows
-    with a token outside the vocabulary.
-    """
-
-    def step(leaves: Leaves, cache: Cache, tokens: Array, starts: Array) -> tuple[Array, Cache]:
-        count = tokens.shape[1]
-        if count > ubatch:
-            raise OptionError(f"a step of {count} tokens is longer than ubatch {ubatch}; cut it")
-        starts = starts.astype(jnp.int32)
-        zeros = jnp.zeros_like(starts)
-        written = (starts >= 0) & (starts + count <= ctx) & (starts % ubatch + count <= ubatch)
-        counts = jnp.where(written, count, 0)
-        own = Step(tokens.astype(jnp.int32), zeros[0], starts, zeros, counts)
-        x, cache, _ = forward(model, leaves, cache, own, lambda x: x)
-        known = ((tokens >= 0) & (tokens < model.cfg.vocab)).all(axis=1)
-        logits = model.ends.bind(leaves.ends).logits(x)
-        return jnp.where((written & known)[:, None, None], logits, jnp.nan), cache
-
-    return step
 
 
 class FusedEngine(Engine):

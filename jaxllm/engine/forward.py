@@ -1,0 +1,164 @@
+"""One step over all layers as one trace: the fused engine's programs, and `LLM.step_fn`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache.attention import Ring, attend_ring, attend_span
+from jaxllm.engine.local import (
+    State,
+    Step,
+    begin_attention,
+    begin_recurrent,
+    end_attention,
+    run_recurrent,
+)
+from jaxllm.errors import OptionError
+from jaxllm.models.block import BlockDef
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.layers import Array
+from jaxllm.models.weights import Leaves, LocalModel
+
+Total = Callable[[Array], Array]  # a device's partial -> the sum over devices
+
+
+class Cache(NamedTuple):
+    """What the rows hold: rings of the layers with a KV cache, states of those with a state."""
+
+    rings: tuple[Ring, ...]
+    states: tuple[State, ...]
+
+
+class Held(NamedTuple):
+    """What a layer has of all rows: its own ring, the ring that it reads instead of one, its state;
+    None for what it has not."""
+
+    ring: Ring | None
+    other: Ring | None
+    state: State | None
+
+
+class Kind(NamedTuple):
+    """What the trace of a layer depends on, beside the shapes of its arrays."""
+
+    definition: BlockDef
+    cfg: LayerConfig
+    total: Total
+    span: int | None
+    keep: bool
+
+
+@partial(jax.jit, static_argnames=("kind",))
+def _layer(
+    kind: Kind, values: tuple[Array, ...], x: Array, held: Held, step: Step
+) -> tuple[Array, Held, State | None]:
+    """One layer of a step: x [N, T, D], what it holds, and its states after fewer tokens.
+
+    A program of its own only for the trace's sake: layers that are alike are traced and lowered
+    once, and XLA inlines them.
+    """
+    definition, cfg, total, span, keep = kind
+    block, parts = definition.bind(values), []
+    ring, other, state = held
+    earlier = None
+    if state is not None and cfg.recurrent is not None:
+        midway = None
+        if cfg.recurrent.summed:
+            midway = begin_recurrent(block, x, state, step)
+            midway = midway._replace(total=total(midway.total))
+        mixed, state, earlier = run_recurrent(block, x, state, step, midway, keep)
+        parts.append(mixed)
+    if cfg.kv_heads:
+        heads = block.project(x)
+        squares = block.head_squares(heads)
+        squares = None if squares is None else total(squares)
+        q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step)
+        read_from = ring if other is None else other
+        assert read_from is not None
+        at = step.seen_from(cfg)
+        if span is None:
+            carry = attend_ring(cfg, carry, q, read_from, step.row, at)
+        else:
+            carry = attend_span(cfg, carry, q, read_from, step.row, at, span)
+        parts.append(end_attention(block, cfg, carry, q, x))
+    if parts:
+        x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
+    else:
+        read = block.enter_mlp(x)
+    if cfg.mlp:
+        begun, part = block.begin_mlp(read)
+        part = None if part is None else total(part)
+        x = block.join_mlp(x, total(block.end_mlp(begun, part)))
+    return x, Held(ring, None, state), earlier
+
+
+def forward(
+    model: LocalModel,
+    leaves: Leaves,
+    cache: Cache,
+    step: Step,
+    total: Total,
+    span: int | None = None,
+    features: Array | None = None,
+    keep: bool = False,
+) -> tuple[Array, Cache, tuple[State, ...]]:
+    """One step over all layers: the hidden states [N, T, D] before the head, the new cache, and
+    with `keep` the states after fewer tokens (`run_recurrent`).
+
+    With a span rows have one token, and attention reads that many slots of a ring at once. Tokens
+    of a draft come with features [N, T, D].
+    """
+    ends = model.ends.bind(leaves.ends)
+    x = total(ends.embed(step.tokens, step.positions, leaves.vocab, features))
+    rings: dict[int, Ring] = dict(zip(model.cfg.cached, cache.rings, strict=True))
+    states: dict[int, State] = dict(zip(model.cfg.stateful, cache.states, strict=True))
+    earlier: list[State] = []
+    for index, (definition, cfg, values, owner) in enumerate(
+        zip(model.blocks, model.cfg.layers, leaves.layers, model.cfg.owners, strict=True)
+    ):
+        other = rings[owner] if cfg.kv_heads and not cfg.owns_cache else None
+        held = Held(rings.get(index), other, states.get(index))
+        kind = Kind(definition, cfg, total, span, keep)
+        x, held, fewer = _layer(kind, values, x, held, step)
+        if held.ring is not None:
+            rings[index] = held.ring
+        if held.state is not None:
+            states[index] = held.state
+        if fewer is not None:
+            earlier.append(fewer)
+    return x, Cache(tuple(rings.values()), tuple(states.values())), tuple(earlier)
+
+
+def alone(x: Array) -> Array:
+    """The `Total` of one device."""
+    return x
+
+
+def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[Array, Cache]]:
+    """fn(leaves, cache, tokens [B, T], starts [B]) -> (logits [B, T, V], cache), for one device.
+
+    Positions are known only when the program runs: rows that would leave the context, or reach
+    across a multiple of `ubatch` (where a ring may end), get logits that are no numbers, as do rows
+    with a token outside the vocabulary.
+    """
+
+    def step(leaves: Leaves, cache: Cache, tokens: Array, starts: Array) -> tuple[Array, Cache]:
+        count = tokens.shape[1]
+        if count > ubatch:
+            raise OptionError(f"a step of {count} tokens is longer than ubatch {ubatch}; cut it")
+        starts = starts.astype(jnp.int32)
+        zeros = jnp.zeros_like(starts)
+        written = (starts >= 0) & (starts + count <= ctx) & (starts % ubatch + count <= ubatch)
+        counts = jnp.where(written, count, 0)
+        own = Step(tokens.astype(jnp.int32), zeros[0], starts, zeros, counts)
+        x, cache, _ = forward(model, leaves, cache, own, alone)
+        known = ((tokens >= 0) & (tokens < model.cfg.vocab)).all(axis=1)
+        logits = model.ends.bind(leaves.ends).logits(x)
+        return jnp.where((written & known)[:, None, None], logits, jnp.nan), cache
+
+    return step
