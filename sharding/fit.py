@@ -27,6 +27,10 @@ from sharding.options import PlanOptions
 from sharding.plan import Plan
 from sharding.shapes import ModelShape, TensorShape
 
+MOST_DEVICES = (
+    32  # the search's time grows with the square of their number, to a quarter of a minute
+)
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -84,9 +88,14 @@ def fit(
         workload: the request whose time counts; by default one that fills the context.
 
     Raises:
-        FitError: when nothing fits, with the largest context that does.
+        FitError: when nothing fits, with the largest context that does; for more than 32 devices.
         PlanError: when a rate is not known.
     """
+    if len(mesh) > MOST_DEVICES:
+        raise FitError(
+            f"a fit compares plans for at most {MOST_DEVICES} devices and there are {len(mesh)}; fit"
+            " a part of them, and let several copies of the model share the requests."
+        )
     workload = workload or Workload.filling(options.ctx)
     cut = tuple(tensors if cut_tensors is None else cut_tensors)
     search = Search(model, mesh, options, tuple(tensors), allowed, workload, cut)

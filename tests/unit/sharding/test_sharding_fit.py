@@ -160,6 +160,13 @@ def test_eight_devices_and_64_layers_take_less_than_two_seconds(kv_heads: int):
     assert time.thread_time() - began < 2
 
 
+def test_too_many_devices_are_refused():
+    shape, weights = large(8)
+    many = Mesh(eight().devices * 5, fabric=eight().fabric)
+    with pytest.raises(FitError, match="at most 32 devices and there are 40"):
+        fit(shape, many, PlanOptions(ctx=32768, itemsize=2), weights, Allowed((("f16", "f16"),)))
+
+
 def test_only_what_is_allowed_is_chosen():
     found = chosen(32768, split_modes=("tensor",), ubatches=(256,), prefetches=(2,))
     options = found.plan.options
