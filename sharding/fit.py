@@ -27,9 +27,7 @@ from sharding.options import PlanOptions
 from sharding.plan import Plan
 from sharding.shapes import ModelShape, TensorShape
 
-MOST_DEVICES = (
-    32  # the search's time grows with the square of their number, to a quarter of a minute
-)
+MOST_DEVICES = 32  # a search's time grows with the square of their number, here to 14 s
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def fit(
     """
     if len(mesh) > MOST_DEVICES:
         raise FitError(
-            f"a fit compares plans for at most {MOST_DEVICES} devices and there are {len(mesh)}; fit"
-            " a part of them, and let several copies of the model share the requests."
+            f"a fit compares plans for at most {MOST_DEVICES} devices and there are {len(mesh)};"
+            " fit a part of them, and let several copies of the model share the requests."
         )
     workload = workload or Workload.filling(options.ctx)
     cut = tuple(tensors if cut_tensors is None else cut_tensors)
