@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -28,6 +29,13 @@ def links_file() -> Path:
 def rates_file() -> Path:
     """Where measured rates of devices and exchanges are kept."""
     return cache_root() / "rates.json"
+
+
+def forget(*files: Path) -> None:
+    """Remove what was measured, so that it is measured anew."""
+    for file in files:
+        with suppress(OSError):  # what cannot be removed was not written by this user
+            file.unlink(missing_ok=True)
 
 
 def keep_compiled_programs() -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.options import MODEL_HELP, add_command, add_machine, mesh_of
+from jaxllm.cli.options import MODEL_HELP, add_again, add_command, add_machine, mesh_of
 from jaxllm.errors import OptionError
 from sharding import CACHE_BLOCKS
 
@@ -30,6 +30,7 @@ def add(subparsers: Any) -> None:
     add("-c", "--ctx-size", dest="ctx", type=int, metavar="N", help=ctx)
     add("--devices", type=int, metavar="N", help="devices to use (default all)")
     add_machine(parser)
+    add_again(parser)
     modes = ("none", "layer", "tensor")
     add("-sm", "--split-mode", choices=modes, help="consider this one only (default all)")
     for letter, what in (("k", "keys"), ("v", "values")):
@@ -60,8 +61,11 @@ def run(args: argparse.Namespace) -> int:
             if name not in CACHE_BLOCKS:
                 flag = f"--{option.replace('_', '-')}"
                 raise OptionError(f"{flag} has {name!r}; types are {', '.join(CACHE_BLOCKS)}")
+    from jaxllm.runtime import forget, links_file, rates_file
     from sharding.fit_report import explain
 
+    if args.again:
+        forget(links_file(), rates_file())
     found = _fit(args)
     if args.json:
         print(json.dumps(found.to_dict()))

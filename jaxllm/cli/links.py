@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from contextlib import suppress
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.options import add_command
+from jaxllm.cli.options import add_again, add_command
 from jaxllm.errors import OptionError
 from sharding import format_bytes
 
@@ -31,14 +30,14 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--copy-mib", default="1,4,16,64", metavar="SIZES", help=sizes)
     ahead = "copies in flight (default 4)"
     parser.add_argument("--prefetch", type=int, default=4, metavar="N", help=ahead)
-    parser.add_argument("--again", action="store_true", help="measure anew what is already known")
+    add_again(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a row for every device, kind of host memory and size of a copy."""
     from jaxllm.llm import open_mesh
     from jaxllm.progress import measuring, telling
-    from jaxllm.runtime import links_file
+    from jaxllm.runtime import forget, links_file
     from sharding.links import Delivery, measured, places
 
     try:
@@ -50,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prefetch < 0:
         raise OptionError(f"--prefetch is {args.prefetch}; it must be at least 0")
     if args.again:
-        with suppress(OSError):  # what cannot be removed was not written by this user
-            links_file().unlink(missing_ok=True)
+        forget(links_file())
     mesh = open_mesh(args.devices)
     _check_room(max(sizes) << 20, max(1, args.prefetch), mesh)
     rows = []
@@ -68,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
                         "gbps": info.link_gbps,
                     }
                 )
-            tell(f"{place}, {size} MiB")
     if args.json:
         print(json.dumps({"links": rows}))
         return 0

@@ -69,6 +69,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices-file", metavar="FILE", help=there)
 
 
+def add_again(parser: argparse.ArgumentParser) -> None:
+    """--again, of commands that keep what they measure."""
+    parser.add_argument("--again", action="store_true", help="measure anew what is already known")
+
+
 def mesh_of(args: argparse.Namespace) -> Mesh:
     """The mesh of --devices-file, or of the devices that are here."""
     if args.devices_file is None:

@@ -148,6 +148,12 @@ def test_rates_are_measured_once(rates: list[str]):
     assert rates == ["float32", "float32"]
 
 
+def test_rates_are_measured_again_where_asked(cli: Cli, small: str, rates: list[str]):
+    command = ("fit", small, "--devices", "1", "-c", "256")
+    for options, times in (((), 1), ((), 1), (("--again",), 2)):
+        assert cli(*command, *options)[0] == 0 and len(rates) == times
+
+
 @pytest.mark.slow
 def test_rates_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calibration, "SIZE", {"cpu": (256, 512)})
