@@ -23,6 +23,9 @@ DOCUMENT, README = ROOT / "docs" / "architectures.md", ROOT / "README.md"
 SPLITS = ("2,1", "2,1,0", "3,1,0,2,1")
 PLACES = ("host", "resident")
 Q8_LIMIT = 5e-3  # of a q8_0 cache
+# Most tokens of it see one in the cache that went to other experts; llama.cpp's own is 1.8e-2 off
+# over all tokens. Where every expert is used, so that none can change, the error is 6e-4.
+Q8_LIMITS = {"gemma4-moe": 1e-2}
 COLUMNS = {
     "one": "one device",
     **{shares: f"`-ts {shares}`" for shares in SPLITS},
@@ -68,7 +71,8 @@ def is_fault(result: Result, column: str) -> bool:
     value = result.get(column)
     if column in PLACES:
         return value != "equal"
-    limit = Q8_LIMIT if column == "q8_0" else archs.limit(result["model"])
+    name = result["model"]
+    limit = Q8_LIMITS.get(name, Q8_LIMIT) if column == "q8_0" else archs.limit(name)
     return not isinstance(value, float) or not value <= limit
 
 

@@ -19,7 +19,6 @@ _CONTEXT = {"minicpm3-dense": 256, "phi3-dense": 256, "phimoe-moe": 256}
 # With tests of their own, as llama.cpp's logits are of something else than the file says: it
 # chooses blocks of keys with flash attention alone, and keys of equal scores as its heap has them.
 OTHERWISE = ("deepseek32-moe", "glm-dsa-moe", "minimax-m3-moe")
-REFUSED = ("gemma4-moe",)
 # Pages and chunks far smaller than the prompt: it crosses them and the sliding windows.
 SMALL = dict(page=16, ubatch=32, group_pages=2)
 
@@ -37,7 +36,7 @@ UNEVEN = split("1,2", attn_split="2,1")
 def models() -> tuple[str, ...]:
     """The models that load and have references of what their files say."""
     known = (name for name, arch in archs.architectures().items() if arch in FAMILIES)
-    return tuple(name for name in known if name not in OTHERWISE + REFUSED)
+    return tuple(name for name in known if name not in OTHERWISE)
 
 
 def reference(name: str) -> Reference:
