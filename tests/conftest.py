@@ -13,6 +13,7 @@ import pytest
 import archs
 from jaxllm import HubError, hub
 from jaxllm.runtime import keep_compiled_programs
+from sharding import Plan  # noqa: F401  (before tests/unit/sharding is on the path)
 
 keep_compiled_programs()
 MOST_MAPPINGS = 20_000  # of the 65,530 that Linux allows a process by default
