@@ -92,7 +92,7 @@ def run(llm: LLM, of: Reference) -> tuple[np.ndarray, np.ndarray]:
             step(llm, [token], [len(tokens) + i])[0]
             for i, token in enumerate(of.get("greedy_ids", np.zeros(0, np.int32)).tolist())
         ]
-        return prompt, np.asarray(steps)
+        return prompt, np.reshape(steps, (-1, prompt.shape[-1]))
     finally:
         llm.engine.release(0)
 
