@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -34,21 +33,12 @@ from jaxllm.engine.rows import (
     take_back,
     take_row,
 )
-from jaxllm.engine.stages import (
-    Queries,
-    StageIn,
-    attend,
-    cut,
-    embed,
-    features,
-    head,
-    layer_of,
-    stage,
-)
+from jaxllm.engine.staged_step import StagedStep
+from jaxllm.engine.stages import cut, features, head, layer_of
 from jaxllm.engine.states import StateEnds, StateRow, empty_state
-from jaxllm.models.layers import Array, Device, Heads
+from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
-from sharding import Plan, exchange, ring_positions
+from sharding import Plan, ring_positions
 from sharding.links import Place
 from sharding.memory import memory_of
 
@@ -144,7 +134,7 @@ class StagedEngine(Engine):
         rows = len(tokens)
         packed = pack_step(tokens, row, starts, self.floor[row : row + rows], used)
         self.ends.advance(row, starts, tokens.shape[1] if used is None else used)
-        step = _Forward(self, packed, row, rows, rows == self.plan.options.slots, keep)
+        step = StagedStep(self, packed, row, rows, rows == self.plan.options.slots, keep)
         found = step.run(features)
         self.earlier = step.earlier
         return found
@@ -338,216 +328,3 @@ class StagedEngine(Engine):
 
     def link_bytes(self) -> list[int]:
         return [store.sent for store in self.stores]
-
-
-class _Forward:
-    """One step: the residual x and the partials of each device on their way through the layers."""
-
-    def __init__(
-        self,
-        engine: StagedEngine,
-        packed: np.ndarray,
-        row: int,
-        rows: int,
-        again: bool,
-        keep: bool,
-    ):
-        self.engine, self.row, self.rows, self.keep = engine, row, rows, keep
-        self.earlier: dict[tuple[int, int], State] = {}  # by device and layer; see `take_back`
-        self.packed = [jax.device_put(packed, SingleDeviceSharding(d)) for d in engine.devices]
-        for store in engine.stores:
-            store.begin(row, rows, again)
-        self.x: dict[int, Array] = {}
-        self.made: dict[int, Array] = {}  # partials by the device that made them
-        self.parts: dict[int, tuple[Array, ...]] = {}  # partials to sum, by the device that will
-        self.heads: dict[int, Heads] = {}  # of a layer whose norms wait for a sum
-        self.held: dict[int, tuple[Array, ...]] = {}  # of a mixer that waits for one
-        self.queries: dict[int, Queries] = {}
-        self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
-        self.begun_mlps: dict[int, Any] = {}  # of a layer whose MLP waits for a sum
-
-    def run(self, given: Array | None = None) -> dict[int, Array]:
-        """Through all layers; the tokens of a draft come with features [N, T, D]."""
-        engine, plan = self.engine, self.engine.plan
-        holders = [i for i, (a, b) in enumerate(plan.vocab) if b > a]
-        for i in holders:
-            leaves, ends = engine.leaves[i], engine.models[i].ends
-            beside = None if given is None else engine.copy_to(given, i)
-            self.made[i] = embed(leaves.ends, leaves.vocab, self.packed[i], beside, ends=ends)
-        last = len(plan.layers) - 1
-        self._exchange(plan.layers[0].devices)
-        self._begin(0, ("enter",))
-        for index, layer in enumerate(plan.layers):
-            targets = holders if index == last else plan.layers[index + 1].devices
-            if self.heads or self.held:
-                self._exchange(layer.mixer_devices)
-                for device in layer.mixer_devices:
-                    self._run(device, ("in",), None, index)
-            if layer.attn_devices:
-                self._attend(layer.attn_devices, index)
-            if len(layer.devices) == 1:
-                self._alone(layer.devices[0], index, tuple(targets))
-                continue
-            for device in layer.mixer_devices:
-                self._run(device, ("out",), index)
-            if layer.mixer_devices:
-                self._exchange(layer.devices)
-            waits = len(layer.mlp_devices) > 1 and engine.sums_columns[index]
-            for device in layer.devices:
-                work = ("begin_mlp" if waits else "mlp",) if device in layer.mlp_devices else ()
-                self._run(device, ("after", *work), index)
-            if waits:
-                self._exchange(layer.mlp_devices)
-                for device in layer.mlp_devices:
-                    self._run(device, ("end_mlp",), index)
-            if layer.mlp_devices:
-                self._finish(index, tuple(targets))
-            else:
-                self._pass_on(index, tuple(targets))
-        return self.x
-
-    def _alone(self, device: int, index: int, targets: tuple[int, ...]) -> None:
-        """A layer on one device: one stage up to the next layer's queries if they are there."""
-        layers = self.engine.plan.layers
-        pieces = ("out",) if layers[index].mixer_devices else ()
-        pieces += ("after", "mlp", "join") if layers[index].mlp_devices else ("after",)
-        following = layers[index + 1] if index + 1 < len(layers) else None
-        if targets != (device,) or following is None:
-            self._run(device, pieces, index)
-            self._hand_over(device, index, targets)
-        elif following.mixer_devices:
-            self._run(device, (*pieces, "in"), index, index + 1)
-        else:
-            self._run(device, pieces, index)
-
-    def _finish(self, index: int, targets: tuple[int, ...]) -> None:
-        """From the partials of a layer's MLP to the next layer's queries, or to the head."""
-        if set(targets) <= set(self.x):
-            self._exchange(targets)
-            self._begin(index + 1, ("join",))
-        else:
-            source = min(self.x)
-            self._exchange((source,))
-            self._run(source, ("join",), index)
-            self._hand_over(source, index, targets)
-
-    def _pass_on(self, index: int, targets: tuple[int, ...]) -> None:
-        """From the residual of a layer without an MLP to the next layer, or to the head."""
-        if set(targets) <= set(self.x):
-            self._begin(index + 1, (), targets)
-        else:
-            self._hand_over(min(self.x), index, targets)
-
-    def _hand_over(self, source: int, index: int, targets: tuple[int, ...]) -> None:
-        """Send the finished residual of one device to those that need it next."""
-        self.made = {source: self.x[source]}
-        self._exchange(targets)
-        self._begin(index + 1, ("enter",))
-
-    def _begin(
-        self, index: int, first: tuple[str, ...], targets: Sequence[int] | None = None
-    ) -> None:
-        """Start layer `index` on its devices; past the last layer, only complete the residual."""
-        layers = self.engine.plan.layers
-        targets = list(self.parts) if targets is None else targets
-        self.x = {d: x for d, x in self.x.items() if d in targets}
-        for device in targets:
-            here = index - 1 if first == ("join",) else None
-            if index < len(layers) and device in layers[index].mixer_devices:
-                self._run(device, (*first, self._entry(index)), here, index)
-            elif first:
-                self._run(device, first, here)
-
-    def _entry(self, index: int) -> str:
-        """The first piece of a layer: norms over heads of several devices need a sum first, and
-        so do mixers that make something of all their groups."""
-        layer = self.engine.plan.layers[index]
-        if len(layer.state_devices) > 1 and self.engine.summed[index]:
-            return "mix"
-        shared = len(layer.attn_devices) > 1
-        return "project" if shared and self.engine.norms_heads[index] else "in"
-
-    def _exchange(self, targets: tuple[int, ...]) -> None:
-        self.parts = exchange(self.made, list(targets), self.engine.devices)
-        self.made = {}
-
-    def _run(
-        self, device: int, pieces: tuple[str, ...], here: int | None, there: int | None = None
-    ) -> None:
-        engine = self.engine
-        engine.at_work = device
-        layers, rings, states = (
-            engine.leaves[device].layers,
-            engine.rings[device],
-            engine.states[device],
-        )
-        out, begins = "out" in pieces, "in" in pieces
-        mixes = begins or "mix" in pieces
-        given = StageIn(
-            here=() if here is None else layers[here],
-            there=() if there is None else layers[there],
-            x=self.x.get(device),
-            parts=self.parts.pop(device, None),
-            heads=self.heads.pop(device, None) if begins else None,
-            held=self.held.pop(device, None) if begins else None,
-            queries=self.queries.pop(device, None) if out else None,
-            tail=rings.get(engine.owners[here]) if out and here is not None else None,
-            mixed=self.mixed.pop(device, None) if out else None,
-            begun_mlp=self.begun_mlps.pop(device, None),
-        )
-        result = stage(
-            given,
-            rings.get(there) if begins and there is not None else None,
-            states.get(there) if mixes and there is not None else None,
-            self.packed[device],
-            pieces=pieces,
-            here=None if here is None else engine.layers[device][here],
-            there=None if there is None else engine.layers[device][there],
-            page=engine.page,
-            keep=self.keep,
-        )
-        if result.x is not None:
-            self.x[device] = result.x
-        if result.partial is not None:
-            self.made[device] = result.partial
-        if result.heads is not None:
-            self.heads[device] = result.heads
-        if result.held is not None:
-            self.held[device] = result.held
-        if result.queries is not None:
-            self.queries[device] = result.queries
-        if result.ring is not None and there is not None:
-            rings[there] = result.ring
-        if result.begun_mlp is not None:
-            self.begun_mlps[device] = result.begun_mlp
-        if result.mixed is not None:
-            self.mixed[device] = result.mixed
-        if result.state is not None and there is not None:
-            states[there] = result.state
-        if result.earlier and there is not None:
-            self.earlier[device, there] = result.earlier
-
-    def _attend(self, devices: tuple[int, ...], index: int) -> None:
-        """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so
-        none of their links rests until another's groups have come."""
-        stores = self.engine.stores
-        owner = self.engine.owners[index]
-        visits = {d: stores[d].visit(owner, self.row, self.rows) for d in devices}
-        while visits:
-            turn = [d for d in visits if len(visits) == 1 or not stores[d].waits()]
-            if not turn:
-                stores[devices[0]].pause()
-            for device in turn:
-                group = next(visits[device], None)
-                if group is None:
-                    del visits[device]
-                else:
-                    self._fold(device, index, *group)
-
-    def _fold(self, device: int, index: int, pages: tuple[Array, ...], table: Array) -> None:
-        self.engine.at_work = device
-        here = self.engine.layers[device][index]
-        q, carry = self.queries[device]
-        carry, result = attend(carry, q, pages, table, self.packed[device], here=here)
-        self.engine.stores[device].done(result)
-        self.queries[device] = Queries(q, carry)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.engine import fused, staged
+from jaxllm.engine import fused, staged, staged_step
 from jaxllm.engine.stages import StageIn
 from jaxllm.llm import LOGIT_PLACES
 from jaxllm.models.config import Experts
@@ -62,7 +62,9 @@ class Measured:
         self.bytes: dict[Any, int] = {}
         self.programs: dict[Any, Any] = {}
         self.patch = patch
-        for name in ("stage", "attend", "embed", "head", "cut"):
+        for name in ("stage", "attend", "embed"):
+            self._watch(staged_step, name)
+        for name in ("head", "cut"):
             self._watch(staged, name)
         for name in ("_forward", "_head"):
             self._watch(fused, name)

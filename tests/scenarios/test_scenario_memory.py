@@ -17,7 +17,7 @@ import pytest
 import jaxllm.cache.store as store_module
 import jaxllm.models.weights as weights_module
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine import fused, staged
+from jaxllm.engine import fused, staged, staged_step
 from jaxllm.engine.build import plan_model
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.sources import RandomSource
@@ -131,7 +131,7 @@ def test_a_step_runs_out(engine: str, monkeypatch: pytest.MonkeyPatch):
     kept = random_ids(40, CFG.vocab, seed=1)
     (first,) = llm.generate([kept], GREEDY)
     before = _live()
-    module, name = (staged, "attend") if engine == "staged" else (fused, "_forward")
+    module, name = (staged_step, "attend") if engine == "staged" else (fused, "_forward")
     right, calls = getattr(module, name), []
 
     def fails_later(*args: Any, **kw: Any) -> Any:

@@ -15,7 +15,7 @@ import pytest
 
 from jaxllm import LLM, OptionError, PromptError, SamplingParams
 from jaxllm.cache.attention import decode_spans
-from jaxllm.engine import fused, staged
+from jaxllm.engine import fused, staged_step
 from jaxllm.engine.fused import FusedEngine
 from jaxllm.engine.generate import Request
 from jaxllm.engine.staged import StagedEngine
@@ -426,7 +426,7 @@ def test_logits_of_lists(kind: str):
 
 def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pytest.MonkeyPatch):
     """It comes when the rings are given away and their successors are not yet kept."""
-    for kind, module, name in (("fused", fused, "_greedy"), ("host", staged, "stage")):
+    for kind, module, name in (("fused", fused, "_greedy"), ("host", staged_step, "stage")):
         llm = _llm(kind)
         expected = llm.generate([random_ids(20)], greedy(5))[0].token_ids
         right, calls = getattr(module, name), iter(range(100))
