@@ -47,16 +47,13 @@ def loading(plan: Plan, show: bool) -> Iterator[Report | None]:
 def measure_aloud(device: Any, how: Delivery) -> float:
     """`measure_link`, which takes a while, with a line that says so."""
     what = f"copies of {format_bytes(how.group_bytes)} from {how.place} memory"
-    say(
+    print(
         f"measuring the link of {device.platform}:{device.id} by {what}, once; "
-        "--link-gbps (link_gbps=) gives rates instead"
+        "--link-gbps (link_gbps=) gives rates instead",
+        file=sys.stderr,
+        flush=True,
     )
     return measure_link(device, how)
-
-
-def say(line: str) -> None:
-    """A line of its own."""
-    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -41,6 +41,5 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_gguf(file, mesh_of(args), progress=True, **split_arguments(args)).plan
     print(json.dumps(plan.to_dict()) if args.json else plan, flush=True)
     plan.check_fit()
-    if plan.mesh.jax_devices is not None:
-        check_host(plan)
+    check_host(plan)
     return 0
