@@ -207,7 +207,7 @@ def _fused(
 ) -> Engine:
     def of_context(context: Context) -> FusedEngine:
         own = local.of_context(context)
-        return FusedEngine(plan.of_context(context), own, leaves.of(own), where)
+        return FusedEngine(plan.of_context(context), own, leaves.of(own), where, dtype)
 
     return _in_contexts(plan, local, of_context, dtype)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache.attention import Ring, attend_ring, attend_span
+from jaxllm.cache.flash import attend_flash, flashes
 from jaxllm.engine.local import (
     State,
     Step,
@@ -51,6 +52,7 @@ class Kind(NamedTuple):
     total: Total
     span: int | None
     keep: bool
+    kernels: bool
 
 
 @partial(jax.jit, static_argnames=("kind",))
@@ -62,7 +64,7 @@ def _layer(
     A program of its own only for the trace's sake: layers that are alike are traced and lowered
     once, and XLA inlines them.
     """
-    definition, cfg, total, span, keep = kind
+    definition, cfg, total, span, keep, kernels = kind
     block, parts = definition.bind(values), []
     ring, other, state = held
     earlier = None
@@ -81,7 +83,9 @@ def _layer(
         read_from = ring if other is None else other
         assert read_from is not None
         at = step.seen_from(cfg)
-        if span is None:
+        if kernels and flashes(cfg, x.shape[1], x.dtype, read_from.capacity):
+            carry = attend_flash(cfg, carry, q, read_from, step.row, at)
+        elif span is None:
             carry = attend_ring(cfg, carry, q, read_from, step.row, at)
         else:
             carry = attend_span(cfg, carry, q, read_from, step.row, at, span)
@@ -106,12 +110,13 @@ def forward(
     span: int | None = None,
     features: Array | None = None,
     keep: bool = False,
+    kernels: bool = False,
 ) -> tuple[Array, Cache, tuple[State, ...]]:
     """One step over all layers: the hidden states [N, T, D] before the head, the new cache, and
     with `keep` the states after fewer tokens (`run_recurrent`).
 
     With a span rows have one token, and attention reads that many slots of a ring at once. Tokens
-    of a draft come with features [N, T, D].
+    of a draft come with features [N, T, D]. `kernels` says that the device has those of attention.
     """
     ends = model.ends.bind(leaves.ends)
     x = total(ends.embed(step.tokens, step.positions, leaves.vocab, features))
@@ -123,7 +128,7 @@ def forward(
     ):
         other = rings[owner] if cfg.kv_heads and not cfg.owns_cache else None
         held = Held(rings.get(index), other, states.get(index))
-        kind = Kind(definition, cfg, total, span, keep)
+        kind = Kind(definition, cfg, total, span, keep, kernels)
         x, held, fewer = _layer(kind, values, x, held, step)
         if held.ring is not None:
             rings[index] = held.ring

@@ -18,6 +18,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxllm.cache.attention import decode_spans, empty_ring
+from jaxllm.cache.flash import flashes, has_kernel
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.forward import Cache, Total, alone, forward
 from jaxllm.engine.local import (
@@ -80,7 +81,7 @@ def _total(mesh: JaxMesh | None) -> Total:
 _program = partial(jax.jit, donate_argnames=("cache",), compiler_options=DEVICE_LOOPS)
 
 
-@partial(_program, static_argnames=("model", "mesh", "span", "keep"))
+@partial(_program, static_argnames=("model", "mesh", "span", "keep", "kernels"))
 def _forward(
     leaves: Leaves,
     cache: Cache,
@@ -91,17 +92,18 @@ def _forward(
     mesh: JaxMesh | None,
     span: int | None,
     keep: bool,
+    kernels: bool,
 ) -> tuple[Array, Cache, tuple[State, ...]]:
     def local(
         leaves: Leaves, cache: Cache, packed: Array, features: Array | None
     ) -> tuple[Array, Cache, tuple[State, ...]]:
         step = unpack_step(packed)
-        return forward(model, leaves, cache, step, _total(mesh), span, features, keep)
+        return forward(model, leaves, cache, step, _total(mesh), span, features, keep, kernels)
 
     return _per_device(mesh, local, 2, 2)(leaves, cache, packed, features)
 
 
-@partial(_program, static_argnames=("model", "mesh", "span"))
+@partial(_program, static_argnames=("model", "mesh", "span", "kernels"))
 def _greedy(
     leaves: Leaves,
     cache: Cache,
@@ -111,6 +113,7 @@ def _greedy(
     model: LocalModel,
     mesh: JaxMesh | None,
     span: int | None,
+    kernels: bool,
 ) -> tuple[Array, Cache]:
     """A step of one token a row, head included: the likeliest tokens [N], and the new cache."""
 
@@ -118,7 +121,7 @@ def _greedy(
         zeros = jnp.zeros_like(starts)
         counts = (starts >= 0).astype(jnp.int32)
         step = Step(tokens[:, None], zeros[0], starts, zeros, counts)
-        x, cache, _ = forward(model, leaves, cache, step, _total(mesh), span)
+        x, cache, _ = forward(model, leaves, cache, step, _total(mesh), span, kernels=kernels)
         at = zeros[:, None]
         best = head_logits(model.ends.bind(leaves.ends), x, at, leaves.vocab, top=1)
         assert isinstance(best, Top)
@@ -170,7 +173,14 @@ class FusedEngine(Engine):
     first position of rows that did not begin at zero, by row and window.
     """
 
-    def __init__(self, plan: Plan, model: LocalModel, leaves: Leaves, where: Device | JaxMesh):
+    def __init__(
+        self,
+        plan: Plan,
+        model: LocalModel,
+        leaves: Leaves,
+        where: Device | JaxMesh,
+        dtype: str,
+    ):
         self.plan, self.model, self.leaves = plan, model, leaves
         self.mesh = where if isinstance(where, JaxMesh) else None
         self.where = where
@@ -183,7 +193,8 @@ class FusedEngine(Engine):
         on_cpu = first.platform == "cpu"
         # Virtual devices share the host's cores; a step in vain moves a state past its row's end.
         self.runs_ahead = not on_cpu or (self.mesh is None and not model.cfg.stateful)
-        self.spans = () if on_cpu else decode_spans(plan.options.ctx)
+        self.kernels = has_kernel(first)
+        self.spans = () if on_cpu or self._only_kernels(dtype) else decode_spans(plan.options.ctx)
         self.written = np.zeros(plan.options.slots, np.int64)
         self.since: dict[tuple[int, int], int] = {}
         self.capacities = {
@@ -191,6 +202,15 @@ class FusedEngine(Engine):
             for layer in model.cfg.layers
             if layer.window is not None and layer.owns_cache
         }
+
+    def _only_kernels(self, dtype: str) -> bool:
+        """Whether attention of one token is a kernel in all layers: it reads what there is."""
+        layers, options = self.model.cfg.layers, self.plan.options
+        windows = {i: layers[i].window for i in self.model.cfg.cached}
+        return self.kernels and all(
+            flashes(layers[i], 1, dtype, ring_positions("fused", options, window))
+            for i, window in windows.items()
+        )
 
     def recover(self) -> bool:
         lost = any(part.is_deleted() for part in jax.tree.leaves(self.cache))
@@ -223,6 +243,7 @@ class FusedEngine(Engine):
             model=self.model,
             mesh=self.mesh,
             span=span,
+            kernels=self.kernels,
         )
         return ids
 
@@ -256,6 +277,7 @@ class FusedEngine(Engine):
             mesh=self.mesh,
             span=span,
             keep=keep,
+            kernels=self.kernels,
         )
         return x
 

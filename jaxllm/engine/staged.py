@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxllm.cache.attention import Ring, empty_ring, join_page, split_page
+from jaxllm.cache.flash import has_kernel
 from jaxllm.cache.store import PageStore, group_sizes
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import State, pack_step
@@ -60,7 +61,11 @@ class StagedEngine(Engine):
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
         self.layers = [
-            list(map(layer_of, m.blocks, m.cfg.layers, m.kv_heads, m.states)) for m in models
+            [
+                layer_of(*own, has_kernel(d))
+                for own in zip(m.blocks, m.cfg.layers, m.kv_heads, m.states, strict=True)
+            ]
+            for d, m in zip(devices, models, strict=True)
         ]
         options = plan.options
         self.owners = models[0].cfg.owners  # whose cache each layer reads

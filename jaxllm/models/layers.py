@@ -69,9 +69,14 @@ def product(rows: Array, w: Array) -> Array:
     def weight_right(rows: Array, w: Array) -> Array:
         return lax.dot_general(rows, w, (((1,), (1,)), ((), ())), precision=exact)
 
-    alone = len(rows) == 1 and out > 0 and out % VECTOR_PARTS == 0
-    on_cpu = one_row if alone else weight_left
-    return lax.platform_dependent(rows, w, cpu=on_cpu, default=weight_right)
+    def summed(rows: Array, w: Array) -> Array:
+        wide = w.astype(jnp.float32) * rows.astype(jnp.float32)
+        return wide.sum(axis=-1)[None].astype(rows.dtype)
+
+    single = len(rows) == 1 and out > 0
+    on_cpu = one_row if single and out % VECTOR_PARTS == 0 else weight_left
+    on_gpu = summed if single else weight_right
+    return lax.platform_dependent(rows, w, cpu=on_cpu, cuda=on_gpu, default=weight_right)
 
 
 def quantised_product(rows: Array, w: Quantised) -> Array:

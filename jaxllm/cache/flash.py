@@ -1,0 +1,167 @@
+"""Attention over rings and pages by a kernel, on devices that have one.
+
+The functions stand for those of `jaxllm.cache.attention`, which are the reference, where `flashes`
+says that the kernel does what a layer asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache.attention import Carry, Ring, decode_block, split_page
+from jaxllm.models.config import LayerConfig
+
+ROWS = 64  # queries of a warpgroup: the least that a tensor core instruction takes
+PROGRAMS = 2 * 132  # that run at a time for few queries: two a multiprocessor
+WIDTHS = (64, 128, 192, 256)  # of heads that the kernel has registers for
+BLOCK = 128  # positions that rings and pages are made of, for the kernel
+
+
+def has_kernel(device: Any) -> bool:
+    """Whether a device has the instructions that the kernel is made of."""
+    return getattr(device, "compute_capability", None) == "9.0"
+
+
+def flashes(cfg: LayerConfig, count: int, dtype: Any, positions: int, stored: bool = True) -> bool:
+    """Whether the kernel does what a layer asks for: for `count` tokens of each row in this type,
+    over rings or pages of so many positions, with keys and values as they are `stored` or
+    decoded."""
+    types = {jnp.dtype(dtype)}
+    if stored:
+        types |= {jnp.dtype(cfg.cache.k.dtype), jnp.dtype(cfg.cache.v.dtype)}
+    return (
+        cfg.causal
+        and not (cfg.chunked or cfg.alibi or cfg.latent or cfg.indexer)
+        and types in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
+        and {cfg.k_dim, cfg.v_dim} <= {*WIDTHS}
+        and positions % BLOCK == 0
+        and (count % (2 * ROWS) == 0 or (count == 1 and cfg.q_per_kv <= ROWS - 8))
+    )
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: warpgroups that multiply, keys of a block, blocks in flight, parts of
+    the keys, and rows of a tile that are kept."""
+
+    groups: int
+    block: int
+    stages: int
+    parts: int
+    kept: int
+
+
+class Scores(NamedTuple):
+    """What is done to scores: their scale, a cap on their size, a window of positions. And the
+    width of values, which may be joined to keys."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+    v_dim: int
+
+
+def tiles(queries: int, programs: int, positions: int, width: int) -> Tiles:
+    """For `queries` of a head over so many positions, where there are `programs` without parts."""
+    block = 64 if queries < ROWS or width > 128 else 128
+    if queries >= ROWS:
+        return Tiles(2, block, 2, 1, ROWS)
+    parts = max(1, min(positions // block, PROGRAMS // programs))
+    return Tiles(1, block, 2, parts, -(-queries // 8) * 8)
+
+
+def attend_flash(
+    cfg: LayerConfig,
+    carry: Carry,
+    q: jax.Array,
+    ring: Ring,
+    row: jax.Array,
+    positions: jax.Array,
+    floor: jax.Array | None = None,
+) -> Carry:
+    """Fold a ring into the carry, as `attend_ring` does; with a floor [N] as `attend_tail` does."""
+    from jaxllm.cache.flash_kernel import flash  # takes a second, and most devices have no use
+
+    n, heads, per_head, length, _ = q.shape
+    cut = tiles(per_head * length, n * heads, ring.capacity, max(cfg.k_dim, cfg.v_dim))
+    floor = jnp.zeros((n,), jnp.int32) if floor is None else floor
+    at = jnp.concatenate([positions[:, 0], floor, row[None]])
+    found = flash(_flat(q), (ring.k, ring.v), at, length, _scores(cfg), cut)
+    return _merged(carry, *_whole(found, per_head, length))
+
+
+def attend_pages_flash(
+    cfg: LayerConfig,
+    carry: Carry,
+    q: jax.Array,
+    pages: tuple[jax.Array, ...],
+    table: jax.Array,
+    row: jax.Array,
+    positions: jax.Array,
+) -> Carry:
+    """Fold a group of full pages into the carry, as `attend_pages` does. Each page is a part, or
+    several, of the keys of its row; for a chunk of one row all pages are one."""
+    from jaxllm.cache.flash_kernel import flash  # takes a second, and most devices have no use
+
+    n, heads, per_head, length, _ = q.shape
+    if cfg.cache.k.dtype != q.dtype or len(pages) > 1:
+        pages = decode_block(cfg, q, *split_page(cfg, pages))
+    count, page = pages[0].shape[0], pages[0].shape[2]
+    cut = tiles(per_head * length, heads, page, max(cfg.k_dim, cfg.v_dim))
+    at = jnp.concatenate([positions[:, 0], row[None], table])
+    if length > 1:  # one row's: its carry goes through the kernel
+        begun = tuple(a.reshape(1, 1, heads, -1, *a.shape[4:]) for a in carry[:3])
+        found = flash(_flat(q), pages, at, length, _scores(cfg), cut, count, begun)
+        return Carry(*(a.reshape(b.shape) for a, b in zip(found, carry[:3], strict=True)))
+    m, l, acc = _whole(  # noqa: E741
+        flash(_flat(q), pages, at, length, _scores(cfg), cut, count), per_head, length
+    )
+    for i in range(count):  # one after the other, so that no bit follows from how pages are grouped
+        mine = (table[i] - row == jnp.arange(n)) & (i < table[-1])
+        more = _merged(carry, m[i], l[i], acc[i])
+        taken = (jnp.where(_wide(mine, b), a, b) for a, b in zip(more[:3], carry[:3], strict=True))
+        carry = Carry(*taken)
+    return carry
+
+
+def _wide(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """One value a row [N] beside an array [N, ...]."""
+    return rows.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def _scores(cfg: LayerConfig) -> Scores:
+    return Scores(cfg.scale, cfg.softcap, cfg.window, cfg.v_dim)
+
+
+def _flat(q: jax.Array) -> jax.Array:
+    """[N, K, G, T, H] -> [N, K, Q, H], where Q fills the tiles."""
+    n, heads, per_head, length, width = q.shape
+    flat = q.reshape(n, heads, per_head * length, width)
+    missing = max(0, ROWS - per_head * length)
+    return jnp.pad(flat, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else flat
+
+
+def _whole(found: Sequence[jax.Array], per_head: int, length: int) -> Sequence[jax.Array]:
+    """Of m and l [S, parts, K, Q] and acc [S, parts, K, Q, Hv] of parts, those of whole sets
+    [S, K, G, T] and [S, K, G, T, Hv]."""
+    m, l, acc = (  # noqa: E741
+        a[:, :, :, : per_head * length].reshape(*a.shape[:3], per_head, length, *a.shape[4:])
+        for a in found
+    )
+    most = m.max(axis=1)
+    fade = jnp.exp(m - most[:, None])
+    return most, (l * fade).sum(axis=1), (acc * fade[..., None]).sum(axis=1)
+
+
+def _merged(carry: Carry, m: jax.Array, l: jax.Array, acc: jax.Array) -> Carry:  # noqa: E741
+    """The carry with what other keys gave."""
+    most = jnp.maximum(carry.m, m)
+    old, new = jnp.exp(carry.m - most), jnp.exp(m - most)
+    return carry._replace(
+        m=most,
+        l=carry.l * old + l * new,
+        acc=carry.acc * old[..., None] + acc * new[..., None],
+    )
