@@ -16,7 +16,9 @@ from jaxllm.cache.attention import Carry, Ring, decode_block, split_page
 from jaxllm.models.config import LayerConfig
 
 ROWS = 64  # queries of a warpgroup: the least that a tensor core instruction takes
-PROGRAMS = 2 * 132  # that run at a time for few queries: two a multiprocessor
+PROGRAMS = 132  # that run at a time for few queries: one a multiprocessor
+SMALL = 64  # keys of a block for few queries
+PART = 8  # blocks of a part of a page
 WIDTHS = (64, 128, 192, 256)  # of heads that the kernel has registers for
 BLOCK = 128  # positions that rings and pages are made of, for the kernel
 
@@ -64,13 +66,11 @@ class Scores(NamedTuple):
     v_dim: int
 
 
-def tiles(queries: int, programs: int, positions: int, width: int) -> Tiles:
-    """For `queries` of a head over so many positions, where there are `programs` without parts."""
-    block = 64 if queries < ROWS or width > 128 else 128
+def tiles(queries: int, parts: int, width: int) -> Tiles:
+    """For `queries` of a head whose keys may be cut into so many parts."""
     if queries >= ROWS:
-        return Tiles(2, block, 2, 1, ROWS)
-    parts = max(1, min(positions // block, PROGRAMS // programs))
-    return Tiles(1, block, 2, parts, -(-queries // 8) * 8)
+        return Tiles(2, 64 if width > 128 else 128, 2, 1, ROWS)
+    return Tiles(1, SMALL, 2 if width > 128 else 4, parts, -(-queries // 8) * 8)
 
 
 def attend_flash(
@@ -86,7 +86,8 @@ def attend_flash(
     from jaxllm.cache.flash_kernel import flash  # takes a second, and most devices have no use
 
     n, heads, per_head, length, _ = q.shape
-    cut = tiles(per_head * length, n * heads, ring.capacity, max(cfg.k_dim, cfg.v_dim))
+    parts = max(1, min(ring.capacity // SMALL, PROGRAMS // (n * heads)))
+    cut = tiles(per_head * length, parts, max(cfg.k_dim, cfg.v_dim))
     floor = jnp.zeros((n,), jnp.int32) if floor is None else floor
     at = jnp.concatenate([positions[:, 0], floor, row[None]])
     found = flash(_flat(q), (ring.k, ring.v), at, length, _scores(cfg), cut)
@@ -110,7 +111,7 @@ def attend_pages_flash(
     if cfg.cache.k.dtype != q.dtype or len(pages) > 1:
         pages = decode_block(cfg, q, *split_page(cfg, pages))
     count, page = pages[0].shape[0], pages[0].shape[2]
-    cut = tiles(per_head * length, heads, page, max(cfg.k_dim, cfg.v_dim))
+    cut = tiles(per_head * length, max(1, page // SMALL // PART), max(cfg.k_dim, cfg.v_dim))
     at = jnp.concatenate([positions[:, 0], row[None], table])
     if length > 1:  # one row's: its carry goes through the kernel
         begun = tuple(a.reshape(1, 1, heads, -1, *a.shape[4:]) for a in carry[:3])
