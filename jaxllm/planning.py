@@ -36,6 +36,7 @@ from sharding.options import SplitMode
 from sharding.residency_notes import format_layers
 
 DEFAULT_CTX = 2048
+COPY_BYTES = 64 << 20  # of a copy that keeps an accelerator's link and the host's thread apart
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dequantised", "quantised")
 SPEC_TYPES = ("none", "draft-mtp")
@@ -149,6 +150,8 @@ def fit_config(
             raise OptionError(f"{name} is what a fit chooses; drop it, or drop the fit")
     keep = _kept(weights, stored)
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
+    if "group_pages" not in arguments:
+        options = _with_large_copies(cfg, mesh, options)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
     with measuring(progress) as tell:
@@ -219,6 +222,8 @@ def plan_config(
         mesh, link_gbps = found.plan.mesh, None
         arguments |= found.arguments()
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
+    if "group_pages" not in arguments:
+        options = _with_large_copies(cfg, mesh, options)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
     elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
@@ -241,14 +246,29 @@ def _warn_of_residency(plan: Plan) -> None:
             )
 
 
+def _with_large_copies(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> PlanOptions:
+    """On accelerators groups of more pages, up to `COPY_BYTES`: each copy, and each program that
+    folds one, costs the host's thread about as long as a link takes for 16 MB."""
+    if any(device.platform == "cpu" for device in mesh.devices):
+        return options
+    most = COPY_BYTES // max(1, _page_bytes(cfg, mesh, options))
+    pages = options.group_pages
+    while pages * 4 <= min(most, 64):
+        pages *= 4
+    return replace(options, group_pages=pages)
+
+
+def _page_bytes(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> int:
+    """Of a page of an even share of the widest layer."""
+    widest = max(shape.kv_heads * position_bytes(shape, options) for shape in cfg.shape().layers)
+    return options.page * widest // (len(mesh) if options.split_mode == "tensor" else 1)
+
+
 def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
-    """How full pages are sent: copies as large as an even share of the widest layer makes them,
-    in a power of two so that models of about one size share a measurement."""
-    shapes = cfg.shape().layers
-    widest = max(shape.kv_heads * position_bytes(shape, options) for shape in shapes)
-    parts = len(mesh) if options.split_mode == "tensor" else 1
-    size = options.group_pages * options.page * widest // parts
+    """How full pages are sent: copies as large as a whole group, in a power of two so that models
+    of about one size share a measurement."""
     place = host_place(mesh.jax_devices or (), options.kv_pinned)
+    size = options.group_pages * _page_bytes(cfg, mesh, options)
     return Delivery(place, 1 << (size - 1).bit_length(), options.prefetch)
 
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,10 +69,15 @@ def host_array(values: Any, place: Place, device: Any) -> Any:
 def deliver(pages: Sequence[Any], device: Any) -> tuple[Any, ...]:
     """Start copying host arrays to a device; the arrays there, ready at some later time."""
     import jax
+
+    return tuple(jax.device_put(list(pages), _memory_of(device)))
+
+
+@cache
+def _memory_of(device: Any) -> Any:
     from jax.sharding import SingleDeviceSharding
 
-    target = SingleDeviceSharding(device, memory_kind="device")
-    return tuple(jax.device_put(p, target) for p in pages)
+    return SingleDeviceSharding(device, memory_kind="device")
 
 
 class Link:

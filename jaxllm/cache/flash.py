@@ -125,6 +125,8 @@ def attend_pages_flash(
         more = _merged(carry, m[i], l[i], acc[i])
         taken = (jnp.where(_wide(mine, b), a, b) for a, b in zip(more[:3], carry[:3], strict=True))
         carry = Carry(*taken)
+        if i % 4 == 3:  # as one expression of all pages it would take long to compile
+            carry = jax.lax.optimization_barrier(carry)
     return carry
 
 

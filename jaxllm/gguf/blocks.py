@@ -79,7 +79,7 @@ BLOCK_TYPES = {
     _Type.Q6_K: BlockType(16, 8, 256, signed=True, nested="i1"),
 }
 _D, _M = ("d", "<f2"), ("m", "<f2")
-_STORED = {
+STORED = {
     _Type.Q8_0: [_D, ("qs", "u1", 32)],
     _Type.Q4_0: [_D, ("qs", "u1", 16)],
     _Type.Q4_1: [_D, _M, ("qs", "u1", 16)],
@@ -94,7 +94,7 @@ _STORED = {
 def take_apart(raw: np.ndarray, stored: GGMLQuantizationType) -> dict[str, np.ndarray]:
     """The parts, each [rows, elements], of raw bytes uint8 [rows, bytes] of whole blocks."""
     kind = BLOCK_TYPES[stored]
-    blocks = np.ascontiguousarray(raw).view(np.dtype(_STORED[stored]))  # [rows, blocks]
+    blocks = np.ascontiguousarray(raw).view(np.dtype(STORED[stored]))  # [rows, blocks]
     found = {name: blocks[name] for name in ("d", "m") if name in kind.parts}
     found["words"] = np.ascontiguousarray(_codes(blocks, stored)).view("<i4")
     if stored is _Type.Q6_K:

@@ -1,0 +1,183 @@
+"""The attention kernel against softmax in float64, on a GPU that has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.bench.shapes import model_config
+from jaxllm.cache.attention import Carry, Ring, finish, join_page, start_carry
+from jaxllm.cache.flash import attend_flash, attend_pages_flash, flashes, has_kernel
+from jaxllm.cache.types import CACHE_TYPES, CacheFormat
+from jaxllm.models.config import LayerConfig
+
+pytestmark = pytest.mark.skipif(
+    not has_kernel(jax.devices()[0]), reason="no GPU that the attention kernel is for"
+)
+BF16 = jnp.bfloat16
+ROUNDING = 1e-5  # NMSE: weights and results are bfloat16
+
+
+def _layer(
+    kv_heads: int, per_head: int, dim: int, window: int | None, cap: float | None, kind: str
+) -> LayerConfig:
+    base = model_config("small").layers[0]
+    own = CACHE_TYPES[kind]
+    sizes = {"kv_heads": kv_heads, "q_per_kv": per_head, "k_dim": dim, "v_dim": dim}
+    how = {"window": window, "softcap": cap, "scale": dim**-0.5, "cache": CacheFormat(own, own)}
+    return replace(base, **sizes, **how)
+
+
+def _normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.PRNGKey(seed), shape).astype(BF16)
+
+
+def _expected(
+    cfg: LayerConfig,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    q_pos: np.ndarray,
+    k_pos: np.ndarray,
+) -> np.ndarray:
+    """q [K, G, T, H], k and v [K, P, H], positions [T] and [P]: [T, K, G, Hv], float64."""
+    scores = np.einsum("kgth,kph->kgtp", q, k) * cfg.scale
+    if cfg.softcap is not None:
+        scores = cfg.softcap * np.tanh(scores / cfg.softcap)
+    distance = q_pos[:, None] - k_pos[None]
+    seen = (distance >= 0) & (distance < (cfg.window or np.inf)) & (k_pos >= 0)[None]
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("kgtp,kph->tkgh", weights, v)
+
+
+def _close(found: np.ndarray, want: np.ndarray, limit: float = ROUNDING) -> None:
+    assert np.square(found - want).sum() / np.square(want).sum() < limit
+
+
+def _wide(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+RINGS = [  # kv heads, per head, dim, ring, tokens, starts, window, cap
+    (8, 4, 128, 1024, 256, (0,), None, None),
+    (8, 4, 128, 1024, 512, (512,), None, None),
+    (2, 4, 64, 1024, 128, (128,), None, None),
+    (2, 2, 256, 1024, 256, (256,), None, 30.0),
+    (4, 2, 128, 1024, 256, (2304,), 300, None),
+    (8, 4, 128, 1024, 1, (700,), None, None),
+    (8, 4, 128, 2048, 1, (63, -1, 2047), None, None),
+    (4, 8, 64, 1024, 1, (5000, 900), 512, None),
+    (2, 16, 128, 2048, 1, (2047, 64), None, None),
+    (4, 2, 256, 1024, 1, (777,), None, 50.0),
+]
+
+
+@pytest.mark.parametrize("case", RINGS, ids=str)
+def test_rings(case: tuple) -> None:
+    """One chunk of a row, or one token of several; a row without request is left out."""
+    kv_heads, per_head, dim, capacity, tokens, starts, window, cap = case
+    cfg = _layer(kv_heads, per_head, dim, window, cap, "bf16")
+    assert flashes(cfg, tokens, BF16, capacity)
+    rows, spare = len(starts), 1
+    ring = Ring(*(_normal(i, rows + spare, kv_heads, capacity, dim) for i in (1, 2)))
+    q = _normal(3, rows, kv_heads, per_head, tokens, dim)
+    positions = np.asarray(starts, np.int32)[:, None] + np.arange(tokens, dtype=np.int32)
+
+    @jax.jit
+    def run(q: jax.Array, ring: Ring, row: jax.Array) -> jax.Array:
+        return finish(attend_flash(cfg, start_carry(q, dim), q, ring, row, positions), BF16)
+
+    found = _wide(run(q, ring, jnp.int32(spare)))
+    for n, start in enumerate(starts):
+        if start < 0:
+            continue
+        newest, slots = start + tokens - 1, np.arange(capacity)
+        k_pos = newest - (newest - slots) % capacity
+        k, v = (_wide(side[spare + n]) for side in ring)
+        _close(found[n], _expected(cfg, _wide(q[n]), k, v, positions[n], k_pos))
+
+
+def test_a_tail_begins_at_its_floor() -> None:
+    cfg = _layer(8, 4, 128, None, None, "bf16")
+    floors, starts, capacity = (2048, 512), (2300, 515), 1024
+    ring = Ring(*(_normal(i, 2, 8, capacity, 128) for i in (1, 2)))
+    q, positions = _normal(3, 2, 8, 4, 1, 128), np.asarray(starts, np.int32)[:, None]
+    carry, floor = start_carry(q, 128), jnp.asarray(floors, jnp.int32)
+    run = jax.jit(lambda q, ring: attend_flash(cfg, carry, q, ring, jnp.int32(0), positions, floor))
+    found = _wide(finish(run(q, ring), BF16))
+    for n, (first, start) in enumerate(zip(floors, starts, strict=True)):
+        k_pos = np.arange(first, start + 1)
+        k, v = (_wide(side[n])[:, k_pos % capacity] for side in ring)
+        _close(found[n], _expected(cfg, _wide(q[n]), k, v, positions[n], k_pos))
+
+
+PAGES = [  # tokens, starts, pages' rows, pages' first positions, pages in use, first row, type
+    (1, (1030,), (0, 0, 0, 0), (0, 256, 512, 768), 4, 0, "bf16"),
+    (1, (300, 600), (3, 2, 3, 9), (0, 0, 256, 0), 3, 2, "bf16"),
+    (256, (1024,), (0, 0, 0, 0), (0, 256, 512, 768), 4, 0, "bf16"),
+    (256, (768,), (1, 0, 1, 1), (0, 256, 256, 512), 3, 1, "bf16"),
+    (1, (1030,), (0, 0, 0, 0), (0, 256, 512, 768), 4, 0, "q8_0"),
+    (128, (1024,), (0, 0, 0, 0), (0, 256, 512, 768), 4, 0, "q4_0"),
+]
+
+
+@pytest.mark.parametrize("case", PAGES, ids=str)
+def test_pages(case: tuple) -> None:
+    """Each row sees its own pages that are in use, and what its carry had seen before."""
+    tokens, starts, rows, firsts, used, row, kind = case
+    cfg, page = _layer(4, 4, 128, None, None, kind), 256
+    k, v = (_normal(i, len(rows), 4, page, 128) for i in (1, 2))
+    stored = cfg.cache.k.encode(k), cfg.cache.v.encode(v)
+    k, v = (cfg.cache.k.decode(side, 128, BF16) for side in stored)
+    before_k, before_v = (_normal(i, len(starts), 4, 8, 128) for i in (3, 4))
+    q = _normal(5, len(starts), 4, 4, tokens, 128)
+    positions = np.asarray(starts, np.int32)[:, None] + np.arange(tokens, dtype=np.int32)
+    table = np.asarray([*rows, *firsts, used], np.int32)
+
+    @jax.jit
+    def run(q: jax.Array, pages: tuple[jax.Array, ...], row: jax.Array) -> jax.Array:
+        scores = jnp.einsum(
+            "nkgth,nkph->nkgtp", q.astype(jnp.float32), before_k.astype(jnp.float32)
+        )
+        weights = jnp.exp(scores * cfg.scale)
+        acc = jnp.einsum("nkgtp,nkph->nkgth", weights, before_v.astype(jnp.float32))
+        carry = Carry(jnp.zeros(q.shape[:-1]), weights.sum(axis=-1), acc)
+        done = attend_pages_flash(cfg, carry, q, pages, table, row, positions)
+        return finish(done, jnp.dtype(jnp.float32))
+
+    found = _wide(run(q, join_page(*stored), jnp.int32(row)))
+    for n in range(len(starts)):
+        mine = [i for i in range(used) if rows[i] == row + n]
+        sides = [
+            np.concatenate([_wide(old[n]), *(_wide(side[i]) for i in mine)], axis=1)
+            for old, side in ((before_k, k), (before_v, v))
+        ]
+        k_pos = np.concatenate([np.zeros(8), *(firsts[i] + np.arange(page) for i in mine)])
+        _close(found[n], _expected(cfg, _wide(q[n]), *sides, positions[n], k_pos))
+
+
+def test_how_pages_are_grouped_changes_no_bit() -> None:
+    """Groups of one, of two and of all pages, another row's pages between them, give the same."""
+    cfg = _layer(4, 4, 128, None, None, "bf16")
+    fold = jax.jit(attend_pages_flash, static_argnums=0)
+    pages = join_page(*(_normal(i, 6, 4, 256, 128) for i in (1, 2)))[0]
+    rows, firsts = (0, 1, 0, 0, 1, 0), (0, 0, 256, 512, 256, 768)
+    for tokens, starts in ((1, (1100, 700)), (256, (1024,))):
+        q = _normal(3, len(starts), 4, 4, tokens, 128)
+        positions = np.asarray(starts, np.int32)[:, None] + np.arange(tokens, dtype=np.int32)
+        results = []
+        for groups in ((range(6),), (range(4), range(4, 6)), ((0, 2, 3, 5), (1, 4))):
+            carry = start_carry(q, 128)
+            for group in map(list, groups):
+                parts = [[owner[i] for i in group] for owner in (rows, firsts)]
+                table = jnp.asarray([*parts[0], *parts[1], len(group)], jnp.int32)
+                own = (pages[np.asarray(group)],)
+                carry = fold(cfg, carry, q, own, table, jnp.int32(0), positions)
+            results.append(np.asarray(carry.acc).tobytes())
+        assert len(set(results)) == 1, tokens

@@ -1,0 +1,112 @@
+"""Both engines on GPUs, with their kernels: the same bytes in every place, and float32's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.bench.shapes import model_config
+from jaxllm.cache.flash import has_kernel
+from jaxllm.models.config import ModelConfig
+
+pytestmark = pytest.mark.skipif(
+    not has_kernel(jax.devices()[0]), reason="no GPU that the attention kernel is for"
+)
+IDS = np.random.default_rng(0).integers(0, 8192, 700).tolist()
+BF16 = 2e-3  # NMSE of logits of bfloat16 against float32
+
+
+def _config() -> ModelConfig:
+    """Two kinds of layers, one with a window."""
+    cfg = model_config("small")
+    window = replace(cfg.layers[0], window=200)
+    return replace(cfg, layers=(cfg.layers[0], window) * 2)
+
+
+def _llm(**arguments: Any) -> LLM:
+    settings = {"ctx": 1024, "page": 128, "ubatch": 256, "group_pages": 4, "devices": 1}
+    return LLM.from_config(_config(), **(settings | arguments))
+
+
+def _run(llm: LLM) -> tuple[np.ndarray, list[list[int]]]:
+    """Logits of a prompt, and greedy tokens after prompts of several lengths."""
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    found = llm.generate([IDS, IDS[:300], IDS[:90]], params)
+    return llm.logits(IDS), [completion.token_ids for completion in found]
+
+
+def _nmse(found: np.ndarray, want: np.ndarray) -> float:
+    return float(np.square(found - want).sum() / np.square(want).sum())
+
+
+@pytest.fixture(scope="module")
+def exact() -> np.ndarray:
+    cpu = jax.devices("cpu")[:1]
+    return _llm(devices=cpu, dtype="float32").logits(IDS)
+
+
+@pytest.fixture(scope="module")
+def fused() -> tuple[np.ndarray, list[list[int]]]:
+    return _run(_llm(parallel=3))
+
+
+def test_bfloat16_is_as_near_to_float32_as_its_rounding(
+    exact: np.ndarray, fused: tuple[np.ndarray, list[list[int]]]
+) -> None:
+    assert _nmse(fused[0], exact) < BF16
+
+
+def test_float32_is_exact(exact: np.ndarray) -> None:
+    assert _nmse(_llm(dtype="float32").logits(IDS), exact) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+def test_where_pages_live_changes_no_bit(exact: np.ndarray, kind: str) -> None:
+    types = {"cache_type_k": kind, "cache_type_v": kind, "parallel": 3}
+    host = _run(_llm(kv="host", **types))
+    others = [
+        {"kv": "device", "engine": "staged"},
+        {"kv": "host", "kv_gpu_layers": 2},
+        {"kv": "host", "prefetch": 0, "kv_pinned": False},
+    ]
+    for other in others:
+        logits, tokens = _run(_llm(**types, **other))
+        assert logits.tobytes() == host[0].tobytes(), other
+        assert tokens == host[1], other
+    assert _nmse(host[0], exact) < BF16
+
+
+def test_neighbours_change_no_token() -> None:
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    for arguments in ({}, {"kv": "host"}):
+        llm = _llm(parallel=3, prefix_cache=False, **arguments)
+        together = llm.generate([IDS, IDS[:300], IDS[:90]], params)
+        alone = [llm.generate([ids], params)[0] for ids in (IDS, IDS[:300], IDS[:90])]
+        assert [c.token_ids for c in together] == [c.token_ids for c in alone], arguments
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"split_mode": "tensor"},
+        {"split_mode": "tensor", "tensor_split": (3, 1), "kv": "host"},
+        {"split_mode": "tensor", "tensor_split": (1, 1), "attn_split": (1, 0), "kv": "host"},
+        {"split_mode": "layer", "kv": "host"},
+    ],
+    ids=str,
+)
+def test_two_gpus(exact: np.ndarray, arguments: dict[str, Any]) -> None:
+    assert _nmse(_llm(devices=2, dtype="float32", **arguments).logits(IDS), exact) < 1e-9
+    host = _llm(devices=2, parallel=3, **arguments)
+    logits, tokens = _run(host)
+    assert _nmse(logits, exact) < BF16
+    if arguments.get("kv") == "host":
+        other = _run(_llm(devices=2, parallel=3, kv_gpu_layers=2, **arguments))
+        assert other[0].tobytes() == logits.tobytes()
+        assert other[1] == tokens
