@@ -40,6 +40,7 @@ COPY_BYTES = 64 << 20  # of a copy that keeps an accelerator's link and the host
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dequantised", "quantised")
 SPEC_TYPES = ("none", "draft-mtp")
+IMPLS = ("auto", "jnp")
 
 
 def options_from(
@@ -200,6 +201,7 @@ def plan_config(
     weights: str = "dequantised",
     stored: StoredTypes | None = None,
     spec_type: str = "none",
+    impl: str = "auto",
     **arguments: Any,
 ) -> PlannedModel:
     """The plan of a model over a mesh; `arguments` are those of `LLM`, of which a fit chooses the
@@ -209,6 +211,8 @@ def plan_config(
     they are measured, once, and `progress` says so.
     """
     keep = _kept(weights, stored)
+    if impl not in IMPLS:
+        raise OptionError(f"impl must be one of {', '.join(IMPLS)}, not {impl!r}")
     if spec_type not in SPEC_TYPES:
         raise OptionError(f"spec_type must be one of {', '.join(SPEC_TYPES)}, not {spec_type!r}")
     if spec_type != "none":
@@ -231,7 +235,7 @@ def plan_config(
         mesh = measured(mesh, _delivery(cfg, mesh, options), links_file(), measure)
     model = plan_model(block, cfg, mesh, options, dtype, mlp_block, keep)
     _warn_of_residency(model.plan)
-    return model
+    return replace(model, kernels=impl == "auto")
 
 
 def _warn_of_residency(plan: Plan) -> None:

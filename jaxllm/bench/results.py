@@ -25,6 +25,7 @@ SETTINGS = (
     "model",
     "dtype",
     "weights",
+    "impl",
     "engine",
     "devices",
     "split_mode",

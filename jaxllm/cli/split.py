@@ -130,6 +130,12 @@ def _split_options() -> tuple[SplitOption, ...]:
             {"choices": ("dequantised", "quantised")},
         ),
         option(
+            ("--impl",),
+            "impl",
+            "attention by a kernel where a device has one, or in plain jnp (default auto)",
+            {"choices": ("auto", "jnp")},
+        ),
+        option(
             ("--spec-type",),
             "spec_type",
             "let the layer that predicts tokens ahead draft what --temp 0 generates (default none)",

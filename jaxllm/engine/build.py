@@ -48,13 +48,14 @@ from sharding.splits import LayerPlan, Ranges
 @dataclass(frozen=True)
 class PlannedModel:
     """A model under a plan: `whole` has its KV heads replicated as the plan says, `kinds` what is
-    held quantised."""
+    held quantised. `kernels`: attention is one on devices that have it."""
 
     plan: Plan
     block: type[Block]
     whole: LocalModel
     dtype: str
     kinds: Sequence[Kinds] = ()
+    kernels: bool = True
 
     def slice(self, device: int) -> LocalModel:
         """What one device of the plan holds."""
@@ -173,12 +174,12 @@ def _build(
             with memory_of(plan, only):
                 whole = model.whole
                 leaves = load_device(plan, whole, local, source, only, devices[only], progress)
-                return _fused(plan, local, leaves, devices[only], model.dtype)
+                return _fused(model, local, leaves, devices[only])
         mesh = JaxMesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
         local = model.padded()
         with memory_of(plan):
             leaves = load_stacked(plan, model.whole, local, source, mesh, progress)
-            return _fused(plan, local, leaves, mesh, model.dtype)
+            return _fused(model, local, leaves, mesh)
     models = [model.slice(i) for i in range(len(devices))]
     leaves = []
     on_host = host_place(devices, plan.options.kv_pinned)
@@ -197,19 +198,21 @@ def _build(
         def placed(device: int, layer: int, first: int) -> Place:
             return (place or planned)(device, own[0].first + layer, first)
 
-        return StagedEngine(plan.of_context(context), own, arrays, devices, placed)
+        return StagedEngine(
+            plan.of_context(context), own, arrays, devices, placed, model.kernels
+        )
 
     return _in_contexts(model.plan, model.whole, of_context, model.dtype)
 
 
 def _fused(
-    plan: Plan, local: LocalModel, leaves: Leaves, where: Device | JaxMesh, dtype: str
+    model: PlannedModel, local: LocalModel, leaves: Leaves, where: Device | JaxMesh
 ) -> Engine:
     def of_context(context: Context) -> FusedEngine:
-        own = local.of_context(context)
-        return FusedEngine(plan.of_context(context), own, leaves.of(own), where, dtype)
+        own, plan = local.of_context(context), model.plan.of_context(context)
+        return FusedEngine(plan, own, leaves.of(own), where, model.dtype, model.kernels)
 
-    return _in_contexts(plan, local, of_context, dtype)
+    return _in_contexts(model.plan, local, of_context, model.dtype)
 
 
 def _in_contexts(

@@ -180,6 +180,7 @@ class FusedEngine(Engine):
         leaves: Leaves,
         where: Device | JaxMesh,
         dtype: str,
+        kernels: bool,
     ):
         self.plan, self.model, self.leaves = plan, model, leaves
         self.mesh = where if isinstance(where, JaxMesh) else None
@@ -193,7 +194,7 @@ class FusedEngine(Engine):
         on_cpu = first.platform == "cpu"
         # Virtual devices share the host's cores; a step in vain moves a state past its row's end.
         self.runs_ahead = not on_cpu or (self.mesh is None and not model.cfg.stateful)
-        self.kernels = has_kernel(first)
+        self.kernels = kernels and has_kernel(first)
         self.spans = () if on_cpu or self._only_kernels(dtype) else decode_spans(plan.options.ctx)
         self.written = np.zeros(plan.options.slots, np.int64)
         self.since: dict[tuple[int, int], int] = {}

@@ -58,11 +58,12 @@ class StagedEngine(Engine):
         leaves: list[Leaves],
         devices: list[Device],
         place: Callable[[int, int, int], Place],
+        kernels: bool,
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
         self.layers = [
             [
-                layer_of(*own, has_kernel(d))
+                layer_of(*own, kernels and has_kernel(d))
                 for own in zip(m.blocks, m.cfg.layers, m.kv_heads, m.states, strict=True)
             ]
             for d, m in zip(devices, models, strict=True)

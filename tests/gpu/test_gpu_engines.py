@@ -61,6 +61,10 @@ def test_bfloat16_is_as_near_to_float32_as_its_rounding(
     assert _nmse(fused[0], exact) < BF16
 
 
+def test_plain_jnp_is_as_near(exact: np.ndarray) -> None:
+    assert _nmse(_llm(impl="jnp").logits(IDS), exact) < BF16
+
+
 def test_float32_is_exact(exact: np.ndarray) -> None:
     assert _nmse(_llm(dtype="float32").logits(IDS), exact) < 1e-9
 
