@@ -332,32 +332,36 @@ def attend_pages(
     row: Array,
     positions: Array,
 ) -> Carry:
-    """Fold a group of full pages, one page of one row after the other.
+    """Fold a group of full pages, one page into one row after the other.
 
-    pages: as `join_page` makes them, [M, K, P, ...]; table int32 [2 M + 1]: the row of each page,
-    its first position, and last the number of pages in use. The count is a traced number on
-    purpose: a loop of known length would be unrolled by the compiler and could round otherwise
-    than in a group of another size.
+    pages: as `join_page` makes them, [M, K, P, ...]. table int32: the first position of each page
+    [M]; rows [max(M, N)]; into how many pages' folds a row enters in turn; and the number of folds.
+    Fold i is of page i mod M into row i div turn of the rows: with turn 1 each page has a row of
+    its own, with turn M all rows share all pages. The number of folds is traced on purpose: a loop
+    of known length would be unrolled by the compiler and could round otherwise than in a group of
+    another size.
     """
     rows = positions.shape[0]
     size = pages[0].shape[0]
     page = pages[0].shape[2]
     floor = jnp.zeros((1,), jnp.int32)
+    turn, folds = table[-2], table[-1]
 
     def fold(i: Array, carry: Carry) -> Carry:
-        k, v = split_page(cfg, tuple(jax.lax.dynamic_slice_in_dim(p, i, 1) for p in pages))
+        at_page = i % size
+        k, v = split_page(cfg, tuple(jax.lax.dynamic_slice_in_dim(p, at_page, 1) for p in pages))
         k, v = decode_block(cfg, q, k, v)
-        mine = table[i] - row  # the page's row among those of this step
+        mine = table[size + i // turn] - row  # the row among those of this step
         at = jnp.clip(mine, 0, rows - 1)
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=1)
-        k_pos = table[size + i] + jnp.arange(page)[None]
+        k_pos = table[at_page] + jnp.arange(page)[None]
         seen = visible_positions(cfg, take(positions), k_pos, floor)
         seen = seen._replace(visible=seen.visible & (at == mine))
         part = attend_block(cfg, jax.tree.map(take, carry), take(q), k, v, seen)
         put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=0)
         return jax.tree.map(lambda c, p: put(c, p), carry, part)
 
-    return jax.lax.fori_loop(0, table[2 * size], fold, carry)
+    return jax.lax.fori_loop(0, folds, fold, carry)
 
 
 def join_page(k: Any, v: Any) -> tuple[Any, ...]:

@@ -196,7 +196,7 @@ def attend(
     *,
     here: Layer,
 ) -> tuple[Carry, Array]:
-    """Fold a group; also a small result, by whose arrival the store knows that the step ended."""
+    """Fold a group; also a small result, by whose arrival the stream knows that the step ended."""
     step = unpack_step(packed)
     carry = attend_pages(here.cfg, carry, q, pages, table, step.row, step.seen_from(here.cfg))
     result = carry.m if carry.kept is None else carry.kept.scores[..., 0]

@@ -120,10 +120,10 @@ def test_a_step_takes_what_the_cost_model_says(cut: str, of_compute: float):
 def test_all_links_work_at_once_and_into_the_next_step():
     """When a step ends, the links are at work for the next one, and nothing is sent in vain."""
     decoding = Decoding(**CUTS["layer"])
-    stores = decoding.llm.engine.stores
-    before = [store.discarded for store in stores]
+    streams = decoding.llm.engine.streams
+    before = [stream.discarded for stream in streams]
     decoding.steps([0.2, 0.2])
     ends = time.perf_counter()
-    for store in stores:
-        assert store.link.idle_from > ends
-    assert [store.discarded for store in stores] == before
+    for stream in streams:
+        assert stream.link.idle_from > ends
+    assert [stream.discarded for stream in streams] == before

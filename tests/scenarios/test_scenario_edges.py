@@ -21,7 +21,7 @@ from jaxllm.cache.attention import (
     queries_first,
     start_carry,
 )
-from jaxllm.cache.store import group_sizes
+from jaxllm.cache.groups import group_sizes
 from jaxllm.engine.generate import chunk_sizes
 from jaxllm.testing import random_llm
 from scenarios.runs import config
