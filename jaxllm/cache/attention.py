@@ -10,6 +10,7 @@ Rings and pages hold rows as `LayerConfig.cache` stores them; they are decoded o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -323,6 +324,19 @@ def attend_tail(
     return jax.lax.fori_loop(0, blocks, fold, carry)
 
 
+def page_table(
+    firsts: Sequence[int], rows: Sequence[int], slots: int, one_each: bool = False
+) -> np.ndarray:
+    """What `attend_pages` has to know of a group in a step of so many slots, int32: the first
+    position of each page [M]; rows [max(M, slots)]; a turn and the number of folds. Fold i is of
+    page i % M into rows[i // turn]. So all rows have each page, or each page has one of the rows.
+    """
+    pages = len(firsts)
+    turn, folds = (1, pages) if one_each else (pages, pages * len(rows))
+    room = (0,) * (max(pages, slots) - len(rows))
+    return np.asarray([*firsts, *rows, *room, turn, folds], np.int32)
+
+
 def attend_pages(
     cfg: LayerConfig,
     carry: Carry,
@@ -334,27 +348,24 @@ def attend_pages(
 ) -> Carry:
     """Fold a group of full pages, one page into one row after the other.
 
-    pages: as `join_page` makes them, [M, K, P, ...]. table int32: the first position of each page
-    [M]; rows [max(M, N)]; into how many pages' folds a row enters in turn; and the number of folds.
-    Fold i is of page i mod M into row i div turn of the rows: with turn 1 each page has a row of
-    its own, with turn M all rows share all pages. The number of folds is traced on purpose: a loop
-    of known length would be unrolled by the compiler and could round otherwise than in a group of
-    another size.
+    pages: as `join_page` makes them, [M, K, P, ...]; table: as `page_table` does. The number of
+    folds is traced on purpose: a loop of known length would be unrolled by the compiler and could
+    round otherwise than in a group of another size.
     """
     rows = positions.shape[0]
     size = pages[0].shape[0]
     page = pages[0].shape[2]
     floor = jnp.zeros((1,), jnp.int32)
-    turn, folds = table[-2], table[-1]
+    turn, folds = table[-2:]
 
     def fold(i: Array, carry: Carry) -> Carry:
-        at_page = i % size
-        k, v = split_page(cfg, tuple(jax.lax.dynamic_slice_in_dim(p, at_page, 1) for p in pages))
+        n = i % size
+        k, v = split_page(cfg, tuple(jax.lax.dynamic_slice_in_dim(p, n, 1) for p in pages))
         k, v = decode_block(cfg, q, k, v)
         mine = table[size + i // turn] - row  # the row among those of this step
         at = jnp.clip(mine, 0, rows - 1)
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=1)
-        k_pos = table[at_page] + jnp.arange(page)[None]
+        k_pos = table[n] + jnp.arange(page)[None]
         seen = visible_positions(cfg, take(positions), k_pos, floor)
         seen = seen._replace(visible=seen.visible & (at == mine))
         part = attend_block(cfg, jax.tree.map(take, carry), take(q), k, v, seen)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxllm.cache.attention import page_table
 from jaxllm.models.layers import Array, Device
 from sharding.links import Place, host_array
 from sharding.memory import PINNED_LIMIT, exhausted
@@ -170,14 +171,11 @@ class GroupMaker:
         return self.make(pages, firsts, rows, group.place, group.mixed)
 
     def table(self, group: Group, rows: Rows, slots: int) -> Array:
-        """The table that `attend_pages` reads of a group, on the device, for a step of so many
-        slots; only `rows` of its rows take part."""
+        """A group's table on the device (`page_table`), for a step of so many slots; only `rows` of
+        its rows take part."""
         key = rows, slots
         if key not in group.tables:
-            pages = len(group.firsts)
             given = group.rows if group.mixed else rows
-            turn, folds = (1, pages) if group.mixed else (pages, pages * len(rows))
-            room = (0,) * (max(pages, slots) - len(given))
-            table = np.asarray([*group.firsts, *given, *room, turn, folds], np.int32)
+            table = page_table(group.firsts, given, slots, group.mixed)
             group.tables[key] = jax.device_put(table, self._on_device)
         return group.tables[key]

@@ -51,13 +51,13 @@ class PageStore:
         self.device, self.place, self.mixes = device, place, mixes
         self._groups = GroupMaker(device, group_pages, host)
         self._runs: list[dict[Run, list[Group]]] = [{} for _ in range(layers)]
-        self._mixed: set[int] = set()  # rows that step together
+        self._together: set[int] = set()  # rows that step together
         self._parked: set[int] = set()
 
     def add(self, layer: int, row: int, first: int, pages: tuple[Array, ...]) -> None:
         """Take over full pages [M, K, P, ...] of one row from position `first` on."""
         size = pages[0].shape[2]
-        mixed = row in self._mixed
+        mixed = row in self._together
         groups = self._runs[layer].setdefault(MIXED if mixed else (row,), [])
         for i, at in enumerate(range(first, first + size * len(pages[0]), size)):
             own = pages if len(pages[0]) == 1 else tuple(p[i : i + 1] for p in pages)
@@ -69,7 +69,7 @@ class PageStore:
         for layer in range(len(self._runs)):
             self._change(layer, {row}, lambda rows, _: _without(rows, row))
         self._parked.discard(row)
-        self._mixed.discard(row)
+        self._together.discard(row)
         self._groups.host.freed()
 
     def park(self, row: int) -> None:
@@ -88,7 +88,7 @@ class PageStore:
         for layer in range(len(self._runs)):
             self._change(layer, {source, row}, begun, apart=row)
         self._parked.discard(row)
-        self._mixed.discard(row)
+        self._together.discard(row)
         self._groups.host.freed()
 
     def trim(self, layer: int, row: int, oldest: int) -> None:
@@ -105,29 +105,27 @@ class PageStore:
         if rows == 1:
             self._set_apart(row)
         elif self.mixes:
-            for each in set(range(row, row + rows)) - self._mixed - self._parked:
+            for each in set(range(row, row + rows)) - self._together - self._parked:
                 self._mix(each)
 
     def wanted(self, layer: int, row: int, rows: int) -> list[tuple[Group, Array]]:
         """The groups with pages that a step of these rows sees, in the order of use, and their
-        tables (`attend_pages`)."""
+        tables."""
         active = set(range(row, row + rows)) - self._parked
         found = []
-        for group in self._in_order(layer):
-            seen_by = active & group.owners
-            if seen_by:
-                found.append((group, self._groups.table(group, tuple(sorted(seen_by)), rows)))
+        for group in self._in_order(layer, active):
+            seen_by = tuple(sorted(active & group.owners))
+            found.append((group, self._groups.table(group, seen_by, rows)))
         return found
 
     def row_pages(self, layer: int, row: int) -> Iterator[tuple[int, Pages]]:
         """First position and arrays [K, P, ...] in host memory of each page of a row, parked or
         not, in ascending order."""
-        for group in self._in_order(layer):
-            if row in group.owners:
-                pages = tuple(np.asarray(p) for p in group.pages)
-                for i, first in enumerate(group.firsts):
-                    if row in group.rows_of(i):
-                        yield first, tuple(p[i] for p in pages)
+        for group in self._in_order(layer, {row}):
+            pages = tuple(np.asarray(p) for p in group.pages)
+            for i, first in enumerate(group.firsts):
+                if row in group.rows_of(i):
+                    yield first, tuple(p[i] for p in pages)
 
     def held_bytes(self) -> dict[Place, int]:
         """Bytes of the pages held, by place; of those that rows share, once."""
@@ -140,13 +138,14 @@ class PageStore:
     def _all(self, layer: int) -> Iterator[Group]:
         return chain.from_iterable(self._runs[layer].values())
 
-    def _in_order(self, layer: int) -> list[Group]:
-        """The groups of a layer, each row's in the order of positions."""
-        return sorted(self._all(layer), key=lambda g: (g.mixed, 0 if g.mixed else g.firsts[0]))
+    def _in_order(self, layer: int, rows: set[int]) -> list[Group]:
+        """The groups with pages of these rows, each row's in the order of positions."""
+        found = (group for group in self._all(layer) if not rows.isdisjoint(group.owners))
+        return sorted(found, key=lambda g: (g.mixed, 0 if g.mixed else g.firsts[0]))
 
     def _mix(self, row: int) -> None:
         """Put the last groups of a row that are not of the largest size among the mixed ones."""
-        self._mixed.add(row)
+        self._together.add(row)
         for runs in self._runs:
             own = runs.get((row,), [])
             others = [groups for run, groups in runs.items() if run and len(run) > 1 and row in run]
@@ -161,10 +160,10 @@ class PageStore:
 
     def _set_apart(self, row: int) -> None:
         """Take a row's pages out of mixed groups."""
-        if row in self._mixed:
+        if row in self._together:
             for layer in range(len(self._runs)):
                 self._change(layer, {row}, lambda rows, _: rows, apart=row)
-            self._mixed.discard(row)
+            self._together.discard(row)
 
     def _change(
         self, layer: int, touched: set[int], new_rows: NewRows, apart: int | None = None
@@ -176,19 +175,11 @@ class PageStore:
         runs: dict[Run, list[Group]] = {}
         for group in self._all(layer):
             if touched.isdisjoint(group.owners):
-                runs.setdefault(_run_of(group), []).append(group)
+                runs.setdefault(MIXED if group.mixed else group.rows, []).append(group)
                 continue
-            pages: dict[Run, list[int]] = {}  # of the group, by the run that they go to
-            for i, first in enumerate(group.firsts):
-                old = group.rows_of(i)
-                new = new_rows(old, range(first, first + group.page))
-                stays = group.mixed and new == old and apart not in old
-                pages.setdefault(MIXED if stays else new, []).append(i)
-            pages.pop((), None)
-            for run, index in pages.items():
+            for run, index in _by_run(group, new_rows, apart).items():
                 for part in self._groups.cut(group, index):
-                    moved = part if run is MIXED else part.given_to(run)
-                    runs.setdefault(run, []).append(moved)
+                    runs.setdefault(run, []).append(part.given_to(run) if run else part)
         for run, groups in runs.items():
             if run is not MIXED:
                 groups.sort(key=lambda group: group.firsts[0])
@@ -198,21 +189,41 @@ class PageStore:
         self._runs[layer] = runs
 
     def _push(self, groups: list[Group], group: Group) -> None:
-        """Append to a run; then join as long as the last groups fill one of the next size. Groups
-        that are not mixed must follow one another without a gap, in which other groups might be."""
-        groups.append(group)
-        sizes = self._groups.sizes
+        """Add to a run; then join as long as the groups up to there fill one of the next size.
+
+        A mixed group goes before smaller ones of other rows, which would keep it from its like.
+        Others are joined only without a gap between them, in which shared pages might be.
+        """
+        end, sizes = len(groups), self._groups.sizes
+        while group.mixed and end and _goes_before(group, groups[end - 1]):
+            end -= 1
+        groups.insert(end, group)
+        end += 1
         for small, large in pairwise(sizes):
-            last = groups[-(large // small) :]
+            start = end - large // small
+            last = groups[max(0, start) : end]
             same = {(len(g.firsts), g.place) for g in last} == {(small, group.place)}
-            if len(last) * small < large or not same:
+            if start < 0 or not same:
                 continue
             if group.mixed or all(a.end == b.firsts[0] for a, b in pairwise(last)):
-                groups[-len(last) :] = [self._groups.join(last)]
+                groups[start:end] = [self._groups.join(last)]
+                end = start + 1
 
 
-def _run_of(group: Group) -> Run:
-    return MIXED if group.mixed else group.rows
+def _goes_before(group: Group, other: Group) -> bool:
+    return len(group.firsts) > len(other.firsts) and group.owners.isdisjoint(other.owners)
+
+
+def _by_run(group: Group, new_rows: NewRows, apart: int | None) -> dict[Run, list[int]]:
+    """The indices of a group's pages by the run that they go to (`PageStore._change`)."""
+    found: dict[Run, list[int]] = {}
+    for i, first in enumerate(group.firsts):
+        old = group.rows_of(i)
+        new = new_rows(old, range(first, first + group.page))
+        stays = group.mixed and new == old and apart not in old
+        if new:
+            found.setdefault(MIXED if stays else new, []).append(i)
+    return found
 
 
 def _without(rows: Rows, row: int) -> Rows:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxllm.cache.groups import Group
 from jaxllm.cache.store import PageStore
@@ -36,7 +37,7 @@ class PageStream:
         self._queue: list[Group] = []  # host groups of this step, in the order of use
         self._issued = 0  # of the queue, and past its end of the next step's
         self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
-        self._busy: deque[Array] = deque()  # one small result of each step in progress
+        self._busy: deque[Any] = deque()  # one small result of each step in progress
         self._coming: deque[tuple[Group, Array]] = deque()  # that a visit has still to deliver
         self._delivered = False  # whether the last group came over the link
         self._again = False

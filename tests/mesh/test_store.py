@@ -230,7 +230,11 @@ def test_rows_that_step_together_send_large_groups():
     assert model.groups(0, ROWS) == [*together[:2], ((8, 0, 12, 24), (1, 2, 1, 0))]
     assert model.groups(0, 1) == [(tuple(f), (0,)) for f in (*firsts, [24])]
     assert model.groups(1, 1) == [((0, 4, 8, 12), (1,))]
-    assert Model("pinned", 4, 2, 1, mixes=False).groups(0, ROWS) == []
+    model = Model("pinned", 8, 2, 1)
+    for row, count in enumerate((13, 5, 6)):
+        model.add(row, count)
+    sizes = [len(firsts) for firsts, _ in model.groups(0, ROWS)]
+    assert sizes == [8, 8, 8]  # of 8 + 4 + 1, 4 + 1 and 4 + 1 + 1
 
 
 def test_shared_pages_are_groups_of_their_own():
