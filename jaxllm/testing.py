@@ -130,5 +130,5 @@ def simulate_links(llm: LLM, rates: Sequence[float]) -> None:
     """Give each device of a model with a host cache a link of its own rate, in 1e9 bytes a second,
     from the next step on."""
     assert isinstance(llm.engine, StagedEngine), "only the staged engine sends pages"
-    for store, gbps in zip(llm.engine.stores, rates, strict=True):
-        store.link = SimulatedLink(store.device, gbps)
+    for stream, gbps in zip(llm.engine.streams, rates, strict=True):
+        stream.link = SimulatedLink(stream.store.device, gbps)

@@ -198,9 +198,9 @@ class Plan:
         return sizes.staging_bytes(self, self._device(device))
 
     def link_bytes(self, device: int, position: int) -> int:
-        """Bytes sent to a device in one decode step of one sequence with `position` earlier
-        positions: its full pages that do not stay on the device. A layer that reads another's
-        cache streams it again."""
+        """Bytes sent to a device in one step of one sequence with `position` earlier positions, be
+        it a token or a chunk of its prompt: its full pages that do not stay on the device. A layer
+        that reads another's cache streams it again."""
         return sizes.link_bytes(self, self._device(device), position)
 
     def compute_bytes(self, device: int) -> int:

@@ -10,6 +10,7 @@ Rings and pages hold rows as `LayerConfig.cache` stores them; they are decoded o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -323,6 +324,19 @@ def attend_tail(
     return jax.lax.fori_loop(0, blocks, fold, carry)
 
 
+def page_table(
+    firsts: Sequence[int], rows: Sequence[int], slots: int, one_each: bool = False
+) -> np.ndarray:
+    """What `attend_pages` has to know of a group in a step of so many slots, int32: the first
+    position of each page [M]; rows [max(M, slots)]; a turn and the number of folds. Fold i is of
+    page i % M into rows[i // turn]. So all rows have each page, or each page has one of the rows.
+    """
+    pages = len(firsts)
+    turn, folds = (1, pages) if one_each else (pages, pages * len(rows))
+    room = (0,) * (max(pages, slots) - len(rows))
+    return np.asarray([*firsts, *rows, *room, turn, folds], np.int32)
+
+
 def attend_pages(
     cfg: LayerConfig,
     carry: Carry,
@@ -332,32 +346,33 @@ def attend_pages(
     row: Array,
     positions: Array,
 ) -> Carry:
-    """Fold a group of full pages, one page of one row after the other.
+    """Fold a group of full pages, one page into one row after the other.
 
-    pages: as `join_page` makes them, [M, K, P, ...]; table int32 [2 M + 1]: the row of each page,
-    its first position, and last the number of pages in use. The count is a traced number on
-    purpose: a loop of known length would be unrolled by the compiler and could round otherwise
-    than in a group of another size.
+    pages: as `join_page` makes them, [M, K, P, ...]; table: as `page_table` does. The number of
+    folds is traced on purpose: a loop of known length would be unrolled by the compiler and could
+    round otherwise than in a group of another size.
     """
     rows = positions.shape[0]
     size = pages[0].shape[0]
     page = pages[0].shape[2]
     floor = jnp.zeros((1,), jnp.int32)
+    turn, folds = table[-2:]
 
     def fold(i: Array, carry: Carry) -> Carry:
-        k, v = split_page(cfg, tuple(jax.lax.dynamic_slice_in_dim(p, i, 1) for p in pages))
+        n = i % size
+        k, v = split_page(cfg, tuple(jax.lax.dynamic_slice_in_dim(p, n, 1) for p in pages))
         k, v = decode_block(cfg, q, k, v)
-        mine = table[i] - row  # the page's row among those of this step
+        mine = table[size + i // turn] - row  # the row among those of this step
         at = jnp.clip(mine, 0, rows - 1)
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=1)
-        k_pos = table[size + i] + jnp.arange(page)[None]
+        k_pos = table[n] + jnp.arange(page)[None]
         seen = visible_positions(cfg, take(positions), k_pos, floor)
         seen = seen._replace(visible=seen.visible & (at == mine))
         part = attend_block(cfg, jax.tree.map(take, carry), take(q), k, v, seen)
         put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=0)
         return jax.tree.map(lambda c, p: put(c, p), carry, part)
 
-    return jax.lax.fori_loop(0, table[2 * size], fold, carry)
+    return jax.lax.fori_loop(0, folds, fold, carry)
 
 
 def join_page(k: Any, v: Any) -> tuple[Any, ...]:

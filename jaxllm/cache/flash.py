@@ -7,6 +7,7 @@ says that the kernel does what a layer asks for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +21,14 @@ PROGRAMS = 132  # that run at a time for few queries: one a multiprocessor
 SMALL = 64  # keys of a block for few queries
 PART = 8  # blocks of a part of a page
 WIDTHS = (64, 128, 192, 256)  # of heads that the kernel has registers for
+MERGED = 4  # pages in one expression: XLA takes long to compile larger ones
 BLOCK = 128  # positions that rings and pages are made of, for the kernel
 
 
 def has_kernel(device: Any) -> bool:
-    """Whether a device has the instructions that the kernel is made of."""
-    return getattr(device, "compute_capability", None) == "9.0"
+    """Whether a device has the instructions that the kernel is made of, and jax the interface."""
+    modern = jax.__version_info__ >= (0, 11)
+    return modern and getattr(device, "compute_capability", None) == "9.0"
 
 
 def flashes(cfg: LayerConfig, count: int, dtype: Any, positions: int, stored: bool = True) -> bool:
@@ -116,23 +119,34 @@ def attend_pages_flash(
     if length > 1:  # one row's: its carry goes through the kernel
         begun = tuple(a.reshape(1, 1, heads, -1, *a.shape[4:]) for a in carry[:3])
         found = flash(_flat(q), pages, at, length, _scores(cfg), cut, count, begun)
-        return Carry(*(a.reshape(b.shape) for a, b in zip(found, carry[:3], strict=True)))
-    m, l, acc = _whole(  # noqa: E741
-        flash(_flat(q), pages, at, length, _scores(cfg), cut, count), per_head, length
-    )
-    for i in range(count):  # one after the other, so that no bit follows from how pages are grouped
-        mine = (table[i] - row == jnp.arange(n)) & (i < table[-1])
-        more = _merged(carry, m[i], l[i], acc[i])
-        taken = (jnp.where(_wide(mine, b), a, b) for a, b in zip(more[:3], carry[:3], strict=True))
-        carry = Carry(*taken)
-        if i % 4 == 3:  # as one expression of all pages it would take long to compile
+        m, l, acc = (a.reshape(b.shape) for a, b in zip(found, carry[:3], strict=True))  # noqa: E741
+        return carry._replace(m=m, l=l, acc=acc)
+    found = flash(_flat(q), pages, at, length, _scores(cfg), cut, count)
+    m, l, acc = _whole(found, per_head, length)  # noqa: E741
+    folds = _folds(table, count, n, row)
+    for page in range(count):  # in order, so that no bit follows from how pages are grouped
+        if page and page % MERGED == 0:
             carry = jax.lax.optimization_barrier(carry)
+        mine, i = folds[:, page] < len(m), jnp.minimum(folds[:, page], len(m) - 1)
+        more = _merged(carry, m[i], l[i], acc[i])
+        carry = jax.tree.map(partial(_chosen, mine), more, carry)
     return carry
 
 
-def _wide(rows: jax.Array, like: jax.Array) -> jax.Array:
-    """One value a row [N] beside an array [N, ...]."""
-    return rows.reshape(-1, *(1,) * (like.ndim - 1))
+def _folds(table: jax.Array, pages: int, rows: int, row: jax.Array) -> jax.Array:
+    """Which fold of a `page_table` is of each page into each of the rows from `row` on: [N, M];
+    N M where none is."""
+    fold = jnp.arange(pages * rows)
+    turn, folds = table[-2:]
+    owner = table[pages:-2][jnp.minimum(fold // turn, len(table) - pages - 3)] - row
+    owner = jnp.where((owner >= 0) & (fold < folds), owner, rows)
+    nothing = jnp.full((rows, pages), len(fold))
+    return nothing.at[owner, fold % pages].set(fold, mode="drop")
+
+
+def _chosen(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """The new array [N, ...] in these rows [N]."""
+    return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 def _scores(cfg: LayerConfig) -> Scores:

@@ -22,6 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxllm.cache.attention import LOWEST
 from jaxllm.cache.flash import ROWS, Scores, Tiles
 
+ACC: Any = plgpu.ACC  # type: ignore[attr-defined]
+load: Any = partial(plgpu.load, optimized=False)  # jax before 0.11 wants more
+
 
 class _Work(NamedTuple):
     """Of a program: whose queries, their start, its first block and where its blocks end; and from
@@ -48,27 +51,25 @@ def _ring_work(
 
 
 def _page_work(at: Any, n: int, s: Any, pages: int, cut: Tiles, size: int) -> _Work:
-    """Over one page for a few queries, over all pages in use for a tile of one row's."""
-    first_row, rows, firsts = at[n], n + 1, n + 1 + pages
-    used = at[firsts + pages]
+    """Over the page of one fold for few queries, over all pages for a tile of one row's; behind n
+    starts and the number of the first row is a `page_table`."""
+    first_row, firsts, rows = at[n], n + 1, n + 1 + pages
+    turn, folds = at.shape[0] - 2, at.shape[0] - 1
+    none = jnp.int32(0)
     if cut.kept == ROWS:
 
         def of(i: Any) -> tuple[Any, Any, Any, Any]:
             page, inside = lax.div(i, size), lax.rem(i, size)
-            return (
-                at[firsts + page] + inside * cut.block,
-                page,
-                inside,
-                at[rows + page] == first_row,
-            )
+            owner = at[rows + jnp.where(at[turn] == 1, page, 0)]
+            return at[firsts + page] + inside * cut.block, page, inside, owner == first_row
 
-        return _Work(0, at[0], jnp.int32(0), used * size, of)
-    row = at[rows + s] - first_row
-    held = (row >= 0) & (row < n) & (s < used)
-    row = jnp.clip(row, 0, n - 1)
-    first = at[firsts + s]
-    blocks = jnp.where(held & (at[row] >= first), size, 0)
-    return _Work(row, at[row], jnp.int32(0), blocks, lambda i: (first + i * cut.block, s, i, True))
+        return _Work(0, at[0], none, none + pages * size, of)
+    page = lax.rem(s, jnp.int32(pages))
+    row = at[jnp.minimum(rows + lax.div(s, at[turn]), turn - 1)] - first_row
+    mine = (row >= 0) & (row < n) & (s < at[folds])
+    row, first = jnp.clip(row, 0, n - 1), at[firsts + page]
+    blocks = jnp.where(mine & (at[row] >= first), size, 0)
+    return _Work(row, at[row], none, blocks, lambda i: (first + i * cut.block, page, i, True))
 
 
 def flash(
@@ -89,24 +90,24 @@ def flash(
     [N], the number of the first row, and the table that `attend_pages` takes.
 
     Returns m and l [S, parts, K, Q] and acc [S, parts, K, Q, Hv] as a `Carry` has them, float32: of
-    each row, or of each page where queries are fewer than a tile. `begun` has the same of keys
-    before, for one set in one part.
+    each row; or of each fold of the table where queries are fewer than a tile, unless it is into a
+    row that is not there. `begun` has the same of keys before, for one set in one part.
     """
     n, heads, queries, width = q.shape
     dtype, positions = q.dtype, keys[0].shape[2]
     groups, block, stages, parts, kept = cut
     tile, size = groups * ROWS, positions // block
     count = queries // tile
-    sets = n if pages is None or kept == ROWS else pages
+    sets = n if pages is None or kept == ROWS else n * pages
     scale = how.scale * log2(e) if how.softcap is None else how.scale
     k_columns = pl.ds(0, width)
     v_columns = pl.ds(width if len(keys) == 1 else 0, how.v_dim)
 
     def body(q_ref: Any, *refs: Any) -> None:
         k_ref, v_ref = refs[0], refs[len(keys) - 1]
-        at_ref, *refs = refs[len(keys) :]
-        before, refs = refs[: len(begun)], refs[len(begun) :]
-        m_ref, l_ref, acc_ref, q_smem, union, v_smem, sums, *barriers = refs
+        at_ref, *rest = refs[len(keys) :]
+        before, rest = rest[: len(begun)], rest[len(begun) :]
+        m_ref, l_ref, acc_ref, q_smem, union, v_smem, sums, *barriers = rest
         k_smem, acc_smem = union
         q_ready, k_ready, v_ready, k_free, v_free = barriers
         part, index, head, s = (lax.axis_index(a) for a in ("part", "tile", "head", "set"))
@@ -125,7 +126,10 @@ def flash(
         low = work.low + part * each
         high = jnp.minimum(work.high, low + each)
 
-        @pl.when(group < groups)
+        # What becomes of a fold that is none is not read.
+        idle = False if pages is None or kept == ROWS else work.high == 0
+
+        @pl.when((group < groups) & ~jnp.bool_(idle))
         def _multiply() -> None:
             if groups > 1:
                 plgpu.set_max_registers(240, action="increase")
@@ -145,7 +149,7 @@ def flash(
                     plgpu.wgmma(s_ref, mine, k_smem.at[slot].transpose((1, 0)))
                     return s_ref[...]
 
-                x = pl.run_scoped(multiply, plgpu.ACC((ROWS, block), jnp.float32))
+                x = pl.run_scoped(multiply, ACC((ROWS, block), jnp.float32))
                 plgpu.barrier_arrive(k_free.at[slot])
                 x = x * scale
                 if how.softcap is not None:
@@ -163,7 +167,7 @@ def flash(
                 def add(acc_ref: Any) -> None:
                     plgpu.wgmma(acc_ref, weights, v_smem.at[slot])
 
-                acc = pl.run_state(add)(plgpu.ACC.init(acc))
+                acc = pl.run_state(add)(ACC.init(acc))
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, most, l
 
@@ -188,7 +192,6 @@ def flash(
             by_row = plgpu.Layout.WGMMA.reduce(1)
             here = (s, part, head, pl.ds(own, kept))
             if before:
-                load = partial(plgpu.load, optimized=False)
                 m, l, acc = (ref.at[here] for ref in before)  # noqa: E741
                 acc = load(acc, layout=plgpu.Layout.WGMMA)
                 carry = acc, load(m, layout=by_row) * log2(e), load(l, layout=by_row)

@@ -1,378 +1,230 @@
-"""One device's full pages: where they live, and their delivery to attention steps.
+"""One device's full pages: which rows have them, and in which groups they are kept.
 
-    ring tail --add--> groups of pages, in the order in which they filled --visit--> attention
+    ring tail --add--> groups of pages --wanted--> `PageStream` --> attention
 
-A page is immutable once added and knows its layer, row and first position (rule: identity is
-data). Pages are kept in groups of a few fixed sizes, so that one copy is large and few programs
-are compiled: equal neighbours merge, and a group that loses pages is cut into smaller ones.
-A group is never padded: what crosses the link is pages in use and nothing else.
+A page knows its layer, first position and rows (rule: identity is data). Since pages never change,
+rows that begin alike share them (`adopt`): a page is kept once and goes over the link once a step.
 
-A group lives in one place: on the device, in pinned host memory or in pageable host memory. The
-place decides only whether `visit` has to copy it; attention takes all places the same way.
-
-A row whose sequence has ended may be parked: its pages are kept in groups of their own that no
-step visits, until the row, or another one, begins with them again (`adopt`). Since pages never
-change, rows share them: a group is given another table, and its arrays live until no row has them.
-
-Copies are issued ahead, through the layers and round to the first for the next step, while at
-most `prefetch` delivered groups exist at a time (in flight or in use). While one store waits, its
-peers go on issuing, so that no device's link rests for another's. Only the thread that runs the
-engine may call a store.
+A step is of one row or of all, and sends no page that its rows do not see. So groups are of pages
+that have the same rows, apart from these: rows that step together find the last, small groups of
+each mixed into larger ones (`arrange`). A row that steps alone gets its pages back from there, and
+so does one whose sequence has ended. Such a row may be parked: no step wants its pages, until it,
+or another one, begins with them again.
 """
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
+from typing import Final
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
+from jaxllm.cache.groups import Group, GroupMaker, HostMemory, Pages, Rows
 from jaxllm.models.layers import Array, Device
-from sharding.links import Link, Place, host_array
-from sharding.memory import PINNED_LIMIT, exhausted
+from sharding.links import Place
 
-Pages = tuple[Array | np.ndarray, ...]
-PINNED_NOTE = (
-    "pinned host memory for the cache has run out, so further pages are in pageable memory, which"
-    f" reaches a device more slowly: set {PINNED_LIMIT} (64 unless set) to as many GB as the cache"
-    " takes."
-)
-PAUSE = 50e-6  # seconds between looks at what is waited for
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Pages [M, K, P, ...] with the row and first position of each; `table` on the device."""
-
-    pages: Pages
-    rows: tuple[int, ...]
-    firsts: tuple[int, ...]
-    place: Place
-    table: Array
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for p in self.pages)
-
-
-def group_sizes(largest: int) -> tuple[int, ...]:
-    """The sizes of groups: powers of four up to `largest` (a power of two), and that."""
-    sizes = [1]
-    while sizes[-1] * 4 <= largest:
-        sizes.append(sizes[-1] * 4)
-    return tuple(sizes) if sizes[-1] == largest else (*sizes, largest)
-
-
-@jax.jit
-def _concat(pages: tuple[Array, ...]) -> Array:
-    return jnp.concatenate(pages)
-
-
-@jax.jit
-def _take(pages: Array, index: Array) -> Array:
-    return pages[index]
-
-
-def _is_ready(result: Any) -> bool:
-    return result.is_ready()
-
-
-def _join(pages: list[Array | np.ndarray], place: Place) -> Array | np.ndarray:
-    if place == "device":
-        return _concat(tuple(pages))
-    return np.concatenate([np.asarray(p) for p in pages])
+MIXED: Final = None  # in the place of the rows of a run
+Run = Rows | None
+NewRows = Callable[[Rows, range], Rows]  # of a page, from those that it has and its positions
 
 
 class PageStore:
-    """See the module's docstring.
+    """See the module's docstring. Only the thread that runs the engine may call a store.
 
-    place(layer, first position) says where a page goes; layers are numbered as the plan does.
-    `owners` has the layer whose pages each layer reads: itself, or an earlier one.
+    place(layer, first position) says where a page goes; layers are numbered as the plan does. With
+    `mixes` off no groups are mixed, for engines in whose steps one row and all take turns.
+
+    For each layer there are runs of groups. A row's pages are in ascending order if the groups of
+    all its runs are taken by their first positions, and then the mixed ones.
     """
 
     def __init__(
         self,
         device: Device,
-        owners: Sequence[int],
+        layers: int,
         group_pages: int,
-        prefetch: int,
         place: Callable[[int, int], Place],
+        host: HostMemory,
+        mixes: bool = True,
     ):
-        self.device, self.prefetch, self.place = device, max(1, prefetch), place
-        self.link = Link(device)
-        self.peers: Sequence[PageStore] = [self]  # that issue copies while one of them waits
-        self.sizes = group_sizes(group_pages)
-        self.sent = 0  # bytes delivered to steps over the link
-        self.notes: list[str] = []  # sentences that a user should read
-        self._no_more_pinned = False
-        self.discarded = 0  # bytes copied ahead for a step that then did not come
-        self._owners = owners
-        self._groups: list[list[Group]] = [[] for _ in owners]
-        self._parked: dict[int, list[list[Group]]] = {}  # by row, then layer
-        self._queue: list[Group] = []  # host groups of this step, in the order of use
-        self._issued = 0  # of the queue, and past its end of the next step's
-        self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
-        self._busy: deque[Array] = deque()  # one small result of each step in progress
-        self._coming: deque[Group] = deque()  # that the visit in progress has still to deliver
-        self._again = False
-        self._on_device = SingleDeviceSharding(device, memory_kind="device")
-
-    # Holding pages
+        self.device, self.place, self.mixes = device, place, mixes
+        self._groups = GroupMaker(device, group_pages, host)
+        self._runs: list[dict[Run, list[Group]]] = [{} for _ in range(layers)]
+        self._together: set[int] = set()  # rows that step together
+        self._parked: set[int] = set()
 
     def add(self, layer: int, row: int, first: int, pages: tuple[Array, ...]) -> None:
         """Take over full pages [M, K, P, ...] of one row from position `first` on."""
         size = pages[0].shape[2]
+        mixed = row in self._together
+        groups = self._runs[layer].setdefault(MIXED if mixed else (row,), [])
         for i, at in enumerate(range(first, first + size * len(pages[0]), size)):
             own = pages if len(pages[0]) == 1 else tuple(p[i : i + 1] for p in pages)
             place = self.place(layer, at)
-            self._push(self._groups[layer], self._group(own, (row,), (at,), place))
+            self._push(groups, self._groups.make(own, (at,), (row,), place, mixed))
 
     def release(self, row: int) -> None:
         """Drop a row's pages."""
-        self._parked.pop(row, None)
-        self._no_more_pinned = False  # what this frees may be enough
-        for layer in range(len(self._groups)):
-            self._keep(layer, lambda group, i: group.rows[i] != row)
+        for layer in range(len(self._runs)):
+            self._change(layer, {row}, lambda rows, _: _without(rows, row))
+        self._parked.discard(row)
+        self._together.discard(row)
+        self._groups.host.freed()
 
     def park(self, row: int) -> None:
-        """Set a row's pages aside: no step visits them."""
-        layers = range(len(self._groups))
-        own = [self._cut(layer, lambda group, i: group.rows[i] == row) for layer in layers]
-        self.release(row)
-        self._parked[row] = own
+        """Set a row's pages aside: no step wants them."""
+        self._set_apart(row)
+        self._parked.add(row)
 
     def adopt(self, source: int, row: int, end: int) -> None:
         """Let a row consist of the pages of `source` (a row, maybe the same one) before position
         `end`. No byte is copied of groups that lie before it as a whole."""
-        found = []
-        for layer in range(len(self._groups)):
-            pages = self._cut(layer, lambda g, i: g.rows[i] == source and g.firsts[i] < end, source)
-            found.append([self._of_row(group, row) for group in pages])
-        self.release(row)
-        for groups, more in zip(self._groups, found, strict=True):
-            for group in more:
-                self._push(groups, group)
+
+        def begun(rows: Rows, positions: range) -> Rows:
+            shared = source in rows and positions.start < end
+            return tuple(sorted({*rows, row})) if shared else _without(rows, row)
+
+        for layer in range(len(self._runs)):
+            self._change(layer, {source, row}, begun, apart=row)
+        self._parked.discard(row)
+        self._together.discard(row)
+        self._groups.host.freed()
 
     def trim(self, layer: int, row: int, oldest: int) -> None:
         """Drop a row's pages that end before position `oldest`."""
 
-        def alive(group: Group, i: int) -> bool:
-            page = group.pages[0].shape[2]
-            return group.rows[i] != row or group.firsts[i] + page > oldest
+        def left(rows: Rows, positions: range) -> Rows:
+            return _without(rows, row) if positions.stop <= oldest else rows
 
-        self._keep(layer, alive)
+        self._change(layer, {row}, left)
 
-    def groups(self, layer: int) -> list[Group]:
-        """The groups of a layer, in the order of use."""
-        return list(self._groups[layer])
+    def arrange(self, row: int, rows: int) -> None:
+        """Make ready for a step of rows row .. row + rows: mix small groups of those that step
+        together, and take those of one that steps alone out again."""
+        if rows == 1:
+            self._set_apart(row)
+        elif self.mixes:
+            for each in set(range(row, row + rows)) - self._together - self._parked:
+                self._mix(each)
+
+    def wanted(self, layer: int, row: int, rows: int) -> list[tuple[Group, Array]]:
+        """The groups with pages that a step of these rows sees, in the order of use, and their
+        tables."""
+        active = set(range(row, row + rows)) - self._parked
+        found = []
+        for group in self._in_order(layer, active):
+            seen_by = tuple(sorted(active & group.owners))
+            found.append((group, self._groups.table(group, seen_by, rows)))
+        return found
 
     def row_pages(self, layer: int, row: int) -> Iterator[tuple[int, Pages]]:
         """First position and arrays [K, P, ...] in host memory of each page of a row, parked or
         not, in ascending order."""
-        for group in self._with_parked(layer, row):
+        for group in self._in_order(layer, {row}):
             pages = tuple(np.asarray(p) for p in group.pages)
-            for i, (owner, first) in enumerate(zip(group.rows, group.firsts, strict=True)):
-                if owner == row:
+            for i, first in enumerate(group.firsts):
+                if row in group.rows_of(i):
                     yield first, tuple(p[i] for p in pages)
 
     def held_bytes(self) -> dict[Place, int]:
         """Bytes of the pages held, by place; of those that rows share, once."""
         held: dict[Place, int] = {"device": 0, "pinned": 0, "pageable": 0}
-        arrays = {}
-        for layers in (self._groups, *self._parked.values()):
-            for group in (g for groups in layers for g in groups):
-                arrays |= {id(p): (group.place, p.nbytes) for p in group.pages}
-        for place, size in arrays.values():
-            held[place] += size
+        for layer in range(len(self._runs)):
+            for group in self._all(layer):
+                held[group.place] += group.nbytes
         return held
 
-    def _keep(self, layer: int, alive: Callable[[Group, int], bool]) -> None:
-        new: list[Group] = []
-        for group in self._cut(layer, alive):
-            self._push(new, group)
-        self._groups[layer] = new
+    def _all(self, layer: int) -> Iterator[Group]:
+        return chain.from_iterable(self._runs[layer].values())
 
-    def _cut(
-        self, layer: int, wanted: Callable[[Group, int], bool], parked: int | None = None
-    ) -> list[Group]:
-        """The wanted pages of a layer, those of one parked row included, in the order of use:
-        groups as they are, or cut to the sizes that there are."""
-        found = []
-        for group in self._with_parked(layer, parked):
-            left = [i for i in range(len(group.rows)) if wanted(group, i)]
-            if len(left) == len(group.rows):
-                found.append(group)
+    def _in_order(self, layer: int, rows: set[int]) -> list[Group]:
+        """The groups with pages of these rows, each row's in the order of positions."""
+        found = (group for group in self._all(layer) if not rows.isdisjoint(group.owners))
+        return sorted(found, key=lambda g: (g.mixed, 0 if g.mixed else g.firsts[0]))
+
+    def _mix(self, row: int) -> None:
+        """Put the last groups of a row that are not of the largest size among the mixed ones."""
+        self._together.add(row)
+        for runs in self._runs:
+            own = runs.get((row,), [])
+            others = [groups for run, groups in runs.items() if run and len(run) > 1 and row in run]
+            shared = max((groups[-1].end for groups in others), default=0)
+            at, largest = len(own), self._groups.sizes[-1]
+            while at and own[at - 1].firsts[0] >= shared and len(own[at - 1].firsts) < largest:
+                at -= 1
+            moved, own[at:] = own[at:], []
+            for group in moved:
+                rows = (row,) * len(group.firsts)
+                self._push(runs.setdefault(MIXED, []), group.given_to(rows, mixed=True))
+
+    def _set_apart(self, row: int) -> None:
+        """Take a row's pages out of mixed groups."""
+        if row in self._together:
+            for layer in range(len(self._runs)):
+                self._change(layer, {row}, lambda rows, _: rows, apart=row)
+            self._together.discard(row)
+
+    def _change(
+        self, layer: int, touched: set[int], new_rows: NewRows, apart: int | None = None
+    ) -> None:
+        """Give each page of the rows `touched` its new rows; one without any is dropped. None of
+        the row `apart` stays in a mixed group, nor one whose rows have changed."""
+        if all(touched.isdisjoint(group.owners) for group in self._all(layer)):
+            return
+        runs: dict[Run, list[Group]] = {}
+        for group in self._all(layer):
+            if touched.isdisjoint(group.owners):
+                runs.setdefault(MIXED if group.mixed else group.rows, []).append(group)
                 continue
-            for size in reversed(self.sizes):
-                while len(left) >= size:
-                    found.append(self._select(group, left[:size]))
-                    left = left[size:]
-        return found
-
-    def _with_parked(self, layer: int, row: int | None) -> list[Group]:
-        parked = () if row is None else self._parked.get(row, ())
-        return [*(parked[layer] if parked else ()), *self._groups[layer]]
+            for run, index in _by_run(group, new_rows, apart).items():
+                for part in self._groups.cut(group, index):
+                    runs.setdefault(run, []).append(part.given_to(run) if run else part)
+        for run, groups in runs.items():
+            if run is not MIXED:
+                groups.sort(key=lambda group: group.firsts[0])
+            runs[run] = []
+            for group in groups:
+                self._push(runs[run], group)
+        self._runs[layer] = runs
 
     def _push(self, groups: list[Group], group: Group) -> None:
-        """Append; then merge as long as the last groups fill one of the next size."""
-        groups.append(group)
-        for small, large in zip(self.sizes, self.sizes[1:], strict=False):
-            last = groups[-(large // small) :]
-            same = {(len(g.rows), g.place) for g in last} == {(small, group.place)}
-            if len(last) * small < large or not same:
-                continue
-            parts = [[g.pages[i] for g in last] for i in range(len(group.pages))]
-            merged = [_join(p, group.place) for p in parts]
-            rows = tuple(r for g in last for r in g.rows)
-            firsts = tuple(f for g in last for f in g.firsts)
-            groups[-len(last) :] = [self._group(tuple(merged), rows, firsts, group.place)]
+        """Add to a run; then join as long as the groups up to there fill one of the next size.
 
-    def _select(self, group: Group, index: list[int]) -> Group:
-        if group.place == "device":
-            pages = tuple(_take(p, np.asarray(index, np.int32)) for p in group.pages)
-        else:
-            pages = tuple(np.asarray(p)[index] for p in group.pages)
-        rows = tuple(group.rows[i] for i in index)
-        return self._group(pages, rows, tuple(group.firsts[i] for i in index), group.place)
-
-    def _group(
-        self, pages: Pages, rows: tuple[int, ...], firsts: tuple[int, ...], place: Place
-    ) -> Group:
-        if place != "device":
-            place, pages = self._on_host(pages, place)
-        return Group(pages, rows, firsts, place, self._table(rows, firsts))
-
-    def _of_row(self, group: Group, row: int) -> Group:
-        """The same pages as those of another row."""
-        rows = (row,) * len(group.rows)
-        if rows == group.rows:
-            return group
-        return replace(group, rows=rows, table=self._table(rows, group.firsts))
-
-    def _table(self, rows: tuple[int, ...], firsts: tuple[int, ...]) -> Array:
-        table = np.asarray([*rows, *firsts, len(rows)], np.int32)
-        return jax.device_put(table, self._on_device)
-
-    def _on_host(self, pages: Pages, place: Place) -> tuple[Place, Pages]:
-        """The pages in host memory: pageable where there is no more of the pinned."""
-        if place == "pinned" and not self._no_more_pinned:
-            try:
-                return place, tuple(host_array(p, place, self.device) for p in pages)
-            except RuntimeError as error:
-                if not exhausted(error):
-                    raise
-            self._no_more_pinned = True
-            if not any(store.notes for store in self.peers):
-                self.notes.append(PINNED_NOTE)
-                warnings.warn(PINNED_NOTE, stacklevel=2)
-        return "pageable", tuple(host_array(p, "pageable", self.device) for p in pages)
-
-    # Delivering pages
-
-    def give_up(self) -> None:
-        """Forget the step in progress and what has been copied for it."""
-        self.discarded += sum(g.nbytes for g, _ in self._ahead)
-        self._queue, self._issued, self._delivered = [], 0, False
-        for waiting in (self._ahead, self._busy, self._coming):
-            waiting.clear()
-
-    def begin(self, row: int, rows: int, again: bool) -> None:
-        """Start a step over rows row .. row + rows; `again` if the same rows come next."""
-        wanted = [g for layer in self._owners for g in self._wanted(layer, row, rows)]
-        self._queue = [g for g in wanted if g.place != "device"]
-        self._again = again
-        if [g for g, _ in self._ahead] != self._queue[: len(self._ahead)]:
-            self.discarded += sum(g.nbytes for g, _ in self._ahead)
-            self._ahead.clear()
-        self._issued = len(self._ahead)
-        self._top_up()
-
-    def visit(self, layer: int, row: int, rows: int) -> Iterator[tuple[tuple[Array, ...], Array]]:
-        """The layer's groups with pages of these rows: pages on the device, and their table.
-
-        Layers are visited in the order of `owners`; `done` follows each step on a group.
+        A mixed group goes before smaller ones of other rows, which would keep it from its like.
+        Others are joined only without a gap between them, in which shared pages might be.
         """
-        self._coming = deque(self._wanted(layer, row, rows))
-        return self._deliver(self._coming)
-
-    def waits(self) -> bool:
-        """Whether the next group of the visit in progress is not there yet."""
-        if not self._coming or self._coming[0].place == "device":
-            return False
-        if self._ahead:
-            return not self.link.arrived(self._ahead[0][1])
-        self._forget_finished()
-        return len(self._busy) >= self.prefetch
-
-    def pause(self) -> None:
-        """Let some time pass in which all peers issue what they may."""
-        for store in self.peers:
-            store._top_up()
-        time.sleep(PAUSE)
-
-    def _deliver(self, coming: deque[Group]) -> Iterator[tuple[tuple[Array, ...], Array]]:
-        while coming:
-            if coming[0].place == "device":
-                group = coming.popleft()
-                yield group.pages, group.table  # type: ignore[misc]
+        end, sizes = len(groups), self._groups.sizes
+        while group.mixed and end and _goes_before(group, groups[end - 1]):
+            end -= 1
+        groups.insert(end, group)
+        end += 1
+        for small, large in pairwise(sizes):
+            start = end - large // small
+            last = groups[max(0, start) : end]
+            same = {(len(g.firsts), g.place) for g in last} == {(small, group.place)}
+            if start < 0 or not same:
                 continue
-            if not self._ahead:
-                self._wait_for_room()  # which may send it
-            if not self._ahead:
-                self._issue()
-            while not self.link.arrived(self._ahead[0][1]):
-                self.pause()
-            group = coming.popleft()
-            ahead, pages = self._ahead.popleft()
-            assert ahead is group, "layers were visited out of order"
-            self.sent += group.nbytes
-            self._delivered = True
-            yield pages, group.table
-            del pages
+            if group.mixed or all(a.end == b.firsts[0] for a, b in pairwise(last)):
+                groups[start:end] = [self._groups.join(last)]
+                end = start + 1
 
-    def _wait_for_room(self) -> None:
-        if len(self.peers) > 1:
-            while len(self._busy) >= self.prefetch and not self._ahead:
-                self.pause()
-        while len(self._busy) >= self.prefetch:
-            self._busy.popleft().block_until_ready()
 
-    def done(self, result: Array) -> None:
-        """A step on the last visited group has been dispatched; `result` is ready when it ends."""
-        if self._delivered:
-            self._delivered = False
-            self._busy.append(result)
-            self._top_up()
+def _goes_before(group: Group, other: Group) -> bool:
+    return len(group.firsts) > len(other.firsts) and group.owners.isdisjoint(other.owners)
 
-    _delivered = False
 
-    def _wanted(self, layer: int, row: int, rows: int) -> list[Group]:
-        def touches(group: Group) -> bool:
-            return any(row <= r < row + rows for r in group.rows)
+def _by_run(group: Group, new_rows: NewRows, apart: int | None) -> dict[Run, list[int]]:
+    """The indices of a group's pages by the run that they go to (`PageStore._change`)."""
+    found: dict[Run, list[int]] = {}
+    for i, first in enumerate(group.firsts):
+        old = group.rows_of(i)
+        new = new_rows(old, range(first, first + group.page))
+        stays = group.mixed and new == old and apart not in old
+        if new:
+            found.setdefault(MIXED if stays else new, []).append(i)
+    return found
 
-        return [g for g in self._groups[layer] if touches(g)]
 
-    def _forget_finished(self) -> None:
-        while self._busy and _is_ready(self._busy[0]):
-            self._busy.popleft()
-
-    def _top_up(self) -> None:
-        self._forget_finished()
-        if self.prefetch == 1:
-            return  # a copy is issued when it is needed
-        limit = len(self._queue) * (2 if self._again else 1)
-        while self._issued < limit and len(self._ahead) + len(self._busy) < self.prefetch:
-            self._issue()
-
-    def _issue(self) -> None:
-        group = self._queue[self._issued % len(self._queue)]
-        # A numpy page may be taken over without a copy; pages never change, so that is safe.
-        self._ahead.append((group, self.link.send(group.pages)))
-        self._issued += 1
+def _without(rows: Rows, row: int) -> Rows:
+    return tuple(r for r in rows if r != row)

@@ -198,8 +198,9 @@ def _build(
         def placed(device: int, layer: int, first: int) -> Place:
             return (place or planned)(device, own[0].first + layer, first)
 
+        drafting = bool(model.whole.cfg.ahead)
         return StagedEngine(
-            plan.of_context(context), own, arrays, devices, placed, model.kernels
+            plan.of_context(context), own, arrays, devices, placed, drafting, model.kernels
         )
 
     return _in_contexts(model.plan, model.whole, of_context, model.dtype)

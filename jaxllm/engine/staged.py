@@ -7,8 +7,9 @@
 A stage is a short list of pieces that need nothing from another device; where one device holds
 everything, what follows attention in a layer and what precedes it in the next are one stage. Its
 newest positions are in a ring on the device (the tail); when a page of a row is full it moves to
-the device's `PageStore`, wherever that keeps it. Programs depend on the plan, the batch and the
-chunk alone, never on where a page lives: that is why the place of the cache changes no bit.
+the device's `PageStore`, wherever that keeps it, and steps get it through the `PageStream`.
+Programs depend on the plan, the batch and the chunk alone, never on where a page lives: that is why
+the place of the cache changes no bit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxllm.cache.attention import Ring, empty_ring, join_page, split_page
 from jaxllm.cache.flash import has_kernel
-from jaxllm.cache.store import PageStore, group_sizes
+from jaxllm.cache.groups import HostMemory, group_sizes
+from jaxllm.cache.store import PageStore
+from jaxllm.cache.stream import PageStream
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import State, pack_step
 from jaxllm.engine.rows import (
@@ -48,7 +51,7 @@ class StagedEngine(Engine):
     """See the module's docstring; `Engine` says what the methods mean.
 
     leaves and models have one entry a device of the plan; `place(device, layer, first)` says
-    where a full page goes.
+    where a full page goes. `drafting` says that steps of one row and of all take turns.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class StagedEngine(Engine):
         leaves: list[Leaves],
         devices: list[Device],
         place: Callable[[int, int, int], Place],
-        kernels: bool,
+        drafting: bool = False,
+        kernels: bool = True,
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
         self.layers = [
@@ -76,12 +80,14 @@ class StagedEngine(Engine):
         self.sums_columns = [cfg.sums_columns for cfg in models[0].cfg.layers]
         self.page = options.page
         self.floor = np.zeros(options.slots, np.int32)
+        layers, pages, host = len(self.owners), options.group_pages, HostMemory()
         self.stores = [
-            PageStore(d, self.owners, options.group_pages, options.prefetch, partial(place, i))
+            PageStore(d, layers, pages, partial(place, i), host, mixes=not drafting)
             for i, d in enumerate(devices)
         ]
-        for store in self.stores:
-            store.peers = self.stores
+        self.streams = [PageStream(s, self.owners, options.prefetch) for s in self.stores]
+        for stream in self.streams:
+            stream.peers = self.streams
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
         self.states = [self._empty_states(i) for i in range(len(devices))]
         self.earlier: dict[tuple[int, int], State] = {}  # states after fewer tokens of a step
@@ -117,8 +123,8 @@ class StagedEngine(Engine):
             }
 
     def recover(self) -> bool:
-        for store in self.stores:
-            store.give_up()
+        for stream in self.streams:
+            stream.give_up()
         lost = False
         for device, kept in enumerate(zip(self.rings, self.states, strict=True)):
             if any(part.is_deleted() for part in jax.tree.leaves(kept)):
@@ -333,4 +339,4 @@ class StagedEngine(Engine):
         self._trim(row, length)
 
     def link_bytes(self) -> list[int]:
-        return [store.sent for store in self.stores]
+        return [stream.sent for stream in self.streams]

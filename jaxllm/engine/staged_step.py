@@ -33,8 +33,8 @@ class StagedStep:
         self.engine, self.row, self.rows, self.keep = engine, row, rows, keep
         self.earlier: dict[tuple[int, int], State] = {}  # by device and layer; see `take_back`
         self.packed = [jax.device_put(packed, SingleDeviceSharding(d)) for d in engine.devices]
-        for store in engine.stores:
-            store.begin(row, rows, again)
+        for stream in engine.streams:
+            stream.begin(row, rows, again)
         self.x: dict[int, Array] = {}
         self.made: dict[int, Array] = {}  # partials by the device that made them
         self.parts: dict[int, tuple[Array, ...]] = {}  # partials to sum, by the device that will
@@ -208,13 +208,13 @@ class StagedStep:
     def _attend(self, devices: tuple[int, ...], index: int) -> None:
         """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so
         none of their links rests until another's groups have come."""
-        stores = self.engine.stores
+        streams = self.engine.streams
         owner = self.engine.owners[index]
-        visits = {d: stores[d].visit(owner, self.row, self.rows) for d in devices}
+        visits = {d: streams[d].visit(owner, self.row, self.rows) for d in devices}
         while visits:
-            turn = [d for d in visits if len(visits) == 1 or not stores[d].waits()]
+            turn = [d for d in visits if len(visits) == 1 or not streams[d].waits()]
             if not turn:
-                stores[devices[0]].pause()
+                streams[devices[0]].pause()
             for device in turn:
                 group = next(visits[device], None)
                 if group is None:
@@ -227,5 +227,5 @@ class StagedStep:
         here = self.engine.layers[device][index]
         q, carry = self.queries[device]
         carry, result = attend(carry, q, pages, table, self.packed[device], here=here)
-        self.engine.stores[device].done(result)
+        self.engine.streams[device].done(result)
         self.queries[device] = Queries(q, carry)

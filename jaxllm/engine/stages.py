@@ -205,7 +205,7 @@ def attend(
     *,
     here: Layer,
 ) -> tuple[Carry, Array]:
-    """Fold a group; also a small result, by whose arrival the store knows that the step ended."""
+    """Fold a group; also a small result, by whose arrival the stream knows that the step ended."""
     step = unpack_step(packed)
     fold = attend_pages
     if here.kernels and flashes(here.cfg, q.shape[3], q.dtype, pages[0].shape[2], stored=False):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm.bench.shapes import model_config
-from jaxllm.cache.attention import Carry, Ring, finish, join_page, start_carry
+from jaxllm.cache.attention import Carry, Ring, finish, join_page, page_table, start_carry
 from jaxllm.cache.flash import attend_flash, attend_pages_flash, flashes, has_kernel
 from jaxllm.cache.types import CACHE_TYPES, CacheFormat
 from jaxllm.models.config import LayerConfig
@@ -27,13 +29,17 @@ def _layer(
 ) -> LayerConfig:
     base = model_config("small").layers[0]
     own = CACHE_TYPES[kind]
-    sizes = {"kv_heads": kv_heads, "q_per_kv": per_head, "k_dim": dim, "v_dim": dim}
-    how = {"window": window, "softcap": cap, "scale": dim**-0.5, "cache": CacheFormat(own, own)}
-    return replace(base, **sizes, **how)
+    sizes: dict[str, Any] = {"kv_heads": kv_heads, "q_per_kv": per_head, "k_dim": dim, "v_dim": dim}
+    how: dict[str, Any] = {"window": window, "softcap": cap, "scale": dim**-0.5}
+    return replace(base, **sizes, **how, cache=CacheFormat(own, own))
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.PRNGKey(seed), shape).astype(BF16)
+
+
+def _positions(starts: Sequence[int], tokens: int) -> jax.Array:
+    return jnp.asarray(starts, jnp.int32)[:, None] + jnp.arange(tokens, dtype=jnp.int32)
 
 
 def _expected(
@@ -87,7 +93,7 @@ def test_rings(case: tuple) -> None:
     rows, spare = len(starts), 1
     ring = Ring(*(_normal(i, rows + spare, kv_heads, capacity, dim) for i in (1, 2)))
     q = _normal(3, rows, kv_heads, per_head, tokens, dim)
-    positions = np.asarray(starts, np.int32)[:, None] + np.arange(tokens, dtype=np.int32)
+    positions = _positions(starts, tokens)
 
     @jax.jit
     def run(q: jax.Array, ring: Ring, row: jax.Array) -> jax.Array:
@@ -100,45 +106,46 @@ def test_rings(case: tuple) -> None:
         newest, slots = start + tokens - 1, np.arange(capacity)
         k_pos = newest - (newest - slots) % capacity
         k, v = (_wide(side[spare + n]) for side in ring)
-        _close(found[n], _expected(cfg, _wide(q[n]), k, v, positions[n], k_pos))
+        _close(found[n], _expected(cfg, _wide(q[n]), k, v, np.asarray(positions[n]), k_pos))
 
 
 def test_a_tail_begins_at_its_floor() -> None:
     cfg = _layer(8, 4, 128, None, None, "bf16")
     floors, starts, capacity = (2048, 512), (2300, 515), 1024
     ring = Ring(*(_normal(i, 2, 8, capacity, 128) for i in (1, 2)))
-    q, positions = _normal(3, 2, 8, 4, 1, 128), np.asarray(starts, np.int32)[:, None]
+    q, positions = _normal(3, 2, 8, 4, 1, 128), _positions(starts, 1)
     carry, floor = start_carry(q, 128), jnp.asarray(floors, jnp.int32)
     run = jax.jit(lambda q, ring: attend_flash(cfg, carry, q, ring, jnp.int32(0), positions, floor))
     found = _wide(finish(run(q, ring), BF16))
     for n, (first, start) in enumerate(zip(floors, starts, strict=True)):
         k_pos = np.arange(first, start + 1)
         k, v = (_wide(side[n])[:, k_pos % capacity] for side in ring)
-        _close(found[n], _expected(cfg, _wide(q[n]), k, v, positions[n], k_pos))
+        _close(found[n], _expected(cfg, _wide(q[n]), k, v, np.asarray(positions[n]), k_pos))
 
 
-PAGES = [  # tokens, starts, pages' rows, pages' first positions, pages in use, first row, type
-    (1, (1030,), (0, 0, 0, 0), (0, 256, 512, 768), 4, 0, "bf16"),
-    (1, (300, 600), (3, 2, 3, 9), (0, 0, 256, 0), 3, 2, "bf16"),
-    (256, (1024,), (0, 0, 0, 0), (0, 256, 512, 768), 4, 0, "bf16"),
-    (256, (768,), (1, 0, 1, 1), (0, 256, 256, 512), 3, 1, "bf16"),
-    (1, (1030,), (0, 0, 0, 0), (0, 256, 512, 768), 4, 0, "q8_0"),
-    (128, (1024,), (0, 0, 0, 0), (0, 256, 512, 768), 4, 0, "q4_0"),
+PAGES = [  # tokens, starts, first positions, rows, whether each page has one of them, first, type
+    (1, (1030,), (0, 256, 512, 768), (0,), False, 0, "bf16"),
+    (1, (300, 600), (0, 0, 256, 0), (3, 2, 3, 9), True, 2, "bf16"),
+    (1, (1030, 800, 1100), (0, 256, 512, 768), (2, 4), False, 2, "bf16"),
+    (256, (1024,), (0, 256, 512, 768), (0,), False, 0, "bf16"),
+    (256, (768,), (0, 256, 256, 512), (1, 0, 1, 1), True, 1, "bf16"),
+    (1, (1030,), (0, 256, 512, 768), (0,), False, 0, "q8_0"),
+    (128, (1024,), (0, 256, 512, 768), (0,), False, 0, "q4_0"),
 ]
 
 
 @pytest.mark.parametrize("case", PAGES, ids=str)
 def test_pages(case: tuple) -> None:
-    """Each row sees its own pages that are in use, and what its carry had seen before."""
-    tokens, starts, rows, firsts, used, row, kind = case
+    """Each row sees its own pages, and what its carry had seen before."""
+    tokens, starts, firsts, rows, one_each, row, kind = case
     cfg, page = _layer(4, 4, 128, None, None, kind), 256
-    k, v = (_normal(i, len(rows), 4, page, 128) for i in (1, 2))
+    k, v = (_normal(i, len(firsts), 4, page, 128) for i in (1, 2))
     stored = cfg.cache.k.encode(k), cfg.cache.v.encode(v)
     k, v = (cfg.cache.k.decode(side, 128, BF16) for side in stored)
     before_k, before_v = (_normal(i, len(starts), 4, 8, 128) for i in (3, 4))
     q = _normal(5, len(starts), 4, 4, tokens, 128)
-    positions = np.asarray(starts, np.int32)[:, None] + np.arange(tokens, dtype=np.int32)
-    table = np.asarray([*rows, *firsts, used], np.int32)
+    positions = _positions(starts, tokens)
+    table = jnp.asarray(page_table(firsts, rows, len(starts), one_each))
 
     @jax.jit
     def run(q: jax.Array, pages: tuple[jax.Array, ...], row: jax.Array) -> jax.Array:
@@ -153,30 +160,31 @@ def test_pages(case: tuple) -> None:
 
     found = _wide(run(q, join_page(*stored), jnp.int32(row)))
     for n in range(len(starts)):
-        mine = [i for i in range(used) if rows[i] == row + n]
+        owners = [(rows[i],) if one_each else rows for i in range(len(firsts))]
+        mine = [i for i, owner in enumerate(owners) if row + n in owner]
         sides = [
             np.concatenate([_wide(old[n]), *(_wide(side[i]) for i in mine)], axis=1)
             for old, side in ((before_k, k), (before_v, v))
         ]
         k_pos = np.concatenate([np.zeros(8), *(firsts[i] + np.arange(page) for i in mine)])
-        _close(found[n], _expected(cfg, _wide(q[n]), *sides, positions[n], k_pos))
+        _close(found[n], _expected(cfg, _wide(q[n]), *sides, np.asarray(positions[n]), k_pos))
 
 
 def test_how_pages_are_grouped_changes_no_bit() -> None:
     """Groups of one, of two and of all pages, another row's pages between them, give the same."""
     cfg = _layer(4, 4, 128, None, None, "bf16")
-    fold = jax.jit(attend_pages_flash, static_argnums=0)
+    fold: Any = jax.jit(attend_pages_flash, static_argnums=0)
     pages = join_page(*(_normal(i, 6, 4, 256, 128) for i in (1, 2)))[0]
     rows, firsts = (0, 1, 0, 0, 1, 0), (0, 0, 256, 512, 256, 768)
     for tokens, starts in ((1, (1100, 700)), (256, (1024,))):
         q = _normal(3, len(starts), 4, 4, tokens, 128)
-        positions = np.asarray(starts, np.int32)[:, None] + np.arange(tokens, dtype=np.int32)
+        positions = _positions(starts, tokens)
         results = []
         for groups in ((range(6),), (range(4), range(4, 6)), ((0, 2, 3, 5), (1, 4))):
             carry = start_carry(q, 128)
             for group in map(list, groups):
-                parts = [[owner[i] for i in group] for owner in (rows, firsts)]
-                table = jnp.asarray([*parts[0], *parts[1], len(group)], jnp.int32)
+                parts = ([known[i] for i in group] for known in (firsts, rows))
+                table = jnp.asarray(page_table(*parts, len(starts), one_each=True))
                 own = (pages[np.asarray(group)],)
                 carry = fold(cfg, carry, q, own, table, jnp.int32(0), positions)
             results.append(np.asarray(carry.acc).tobytes())

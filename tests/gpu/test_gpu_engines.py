@@ -29,11 +29,12 @@ def _config() -> ModelConfig:
 
 
 def _llm(**arguments: Any) -> LLM:
-    settings = {"ctx": 1024, "page": 128, "ubatch": 256, "group_pages": 4, "devices": 1}
+    settings: dict[str, Any] = {"ctx": 1024, "page": 128, "ubatch": 256, "group_pages": 4}
+    settings["devices"] = 1
     return LLM.from_config(_config(), **(settings | arguments))
 
 
-def _run(llm: LLM) -> tuple[np.ndarray, list[list[int]]]:
+def _run(llm: LLM) -> tuple[np.ndarray, list[tuple[int, ...]]]:
     """Logits of a prompt, and greedy tokens after prompts of several lengths."""
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     found = llm.generate([IDS, IDS[:300], IDS[:90]], params)
@@ -51,12 +52,12 @@ def exact() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def fused() -> tuple[np.ndarray, list[list[int]]]:
+def fused() -> tuple[np.ndarray, list[tuple[int, ...]]]:
     return _run(_llm(parallel=3))
 
 
 def test_bfloat16_is_as_near_to_float32_as_its_rounding(
-    exact: np.ndarray, fused: tuple[np.ndarray, list[list[int]]]
+    exact: np.ndarray, fused: tuple[np.ndarray, list[tuple[int, ...]]]
 ) -> None:
     assert _nmse(fused[0], exact) < BF16
 

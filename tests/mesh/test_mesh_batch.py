@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine.generate import prefill
 from support import (
     PLACES,
     assert_close,
@@ -139,3 +140,37 @@ def test_link_bytes_of_a_batch():
     for row in range(SLOTS):
         llm.engine.release(row)
     assert sent == sum(llm.plan.link_bytes(0, n) for n in lengths)
+
+
+@pytest.mark.parametrize("kind", ["host-0", "host-1", "host-4", "uneven"])
+def test_link_bytes_of_prompts_among_others(kind: str):
+    """A chunk sends its own row's pages and no others, a step those of all rows: whatever rows
+    have mixed in their steps, and when one of them ends and another begins in its place."""
+    llm = _llm(kind)
+    devices, lengths = range(len(llm.plan.mesh)), [0] * SLOTS
+    sent = np.zeros(len(devices), np.int64)
+
+    def check(*positions: int) -> None:
+        nonlocal sent
+        before, sent = sent, np.asarray(llm.engine.link_bytes())
+        planned = [sum(llm.plan.link_bytes(d, n) for n in positions) for d in devices]
+        np.testing.assert_array_equal(sent - before, planned, str(positions))
+
+    sent = np.asarray(llm.engine.link_bytes())
+    try:
+        for row, prompt in [(0, 0), (1, 2), (2, 1), (1, 0), (0, 3), (1, 2)]:
+            llm.engine.release(row)
+            lengths[row] = 0
+            for _, used, _ in prefill(llm.engine, row, PROMPTS[prompt], llm.plan.options.ubatch):
+                check(lengths[row])
+                lengths[row] += used
+            for _ in range(12):
+                step(llm, [1, 2, 3], lengths)
+                check(*lengths)
+                lengths = [n + 1 if n else 0 for n in lengths]
+        for row in range(SLOTS):  # which may also go on alone
+            llm.engine.forward(np.asarray([[1]], np.int32), row, np.asarray([lengths[row]]))
+            check(lengths[row])
+    finally:
+        for row in range(SLOTS):
+            llm.engine.release(row)

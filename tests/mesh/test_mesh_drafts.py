@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm import LLM, OptionError
+from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.errors import ModelError
 from jaxllm.models.config import Draft, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
@@ -17,6 +19,7 @@ from sharding import Mesh
 from support import (
     assert_close,
     assert_same_bytes,
+    feed,
     layer_config,
     make_llm,
     model_config,
@@ -96,3 +99,23 @@ def test_what_needs_a_draft_says_so():
         make_llm(_config(), spec_type="mtp")
     with pytest.raises(OptionError, match="a fit does not count a draft"):
         _llm(_config(), fit=True)
+
+
+def test_link_bytes_of_drafts_in_a_batch():
+    """Rows draft together and are verified each alone: what is verified sends its row's pages."""
+    llm = _llm(_config(), parallel=2, kv="host", spec_draft_n_max=2, **CUT)
+    engine, prompts = llm.engine, [random_ids(n, seed=n) for n in (70, 41)]
+    assert isinstance(engine, DraftingEngine)
+    for row, prompt in enumerate(prompts):
+        feed(llm, row, prompt)
+    tokens, starts = np.asarray([1, 2], np.int32), np.asarray([70, 41], np.int32)
+    for _ in range(3):
+        before = engine.target.link_bytes(), engine.draft.link_bytes()
+        found = engine.advance(tokens, starts, np.asarray([9, 9]))
+        for part, was, steps in zip((engine.target, engine.draft), before, (1, 3), strict=True):
+            for device, (old, new) in enumerate(zip(was, part.link_bytes(), strict=True)):
+                planned = sum(part.plan.link_bytes(device, n) for n in starts.tolist())
+                assert new - old == steps * planned
+                assert (planned > 0) == (device < 2)
+        tokens = np.asarray([ids[-1] for ids in found], np.int32)
+        starts = starts + [len(ids) for ids in found]

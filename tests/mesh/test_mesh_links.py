@@ -31,6 +31,7 @@ CUTS: dict[str, dict[str, Any]] = {
     # Devices compute one after another: a link works through the other's turn if its device has
     # room for what is sent meanwhile.
     "layer": dict(devices=2, split_mode="layer", prefetch=8, group_pages=2),
+    "shared": dict(devices=1, parallel=3),  # rows that begin alike: their pages are sent once
 }
 
 
@@ -44,19 +45,25 @@ class Times(NamedTuple):
 
 
 class Decoding:
-    """A model in the middle of a text: every step is the same one, at the same position."""
+    """A model in the middle of a text: every step is the same one, at the same position. Further
+    rows begin with the full pages of the first."""
 
     def __init__(self, **cut: Any):
         arguments: dict[str, Any] = dict(ctx=192, kv="host", group_pages=1, prefetch=4)
         self.llm = random_llm(MODEL, **(arguments | cut))
         feed(self.llm, 0, random_ids(PROMPT, MODEL.vocab))
+        full = PROMPT // self.llm.plan.options.page * self.llm.plan.options.page
+        others = range(1, self.llm.plan.options.slots)
+        for row in others:
+            self.llm.engine.reuse(0, row, full)
+        self.starts = np.asarray([PROMPT, *(full for _ in others)])
         devices = range(len(self.llm.plan.mesh))
         self.bytes = np.asarray([self.llm.plan.link_bytes(d, PROMPT) for d in devices])
 
     def step(self) -> float:
-        engine, began = self.llm.engine, time.perf_counter()
-        hidden = engine.forward(np.asarray([[1]], np.int32), 0, np.asarray([PROMPT]))
-        engine.logits(hidden, np.zeros((1, 1), np.int32), 1)
+        engine, began, rows = self.llm.engine, time.perf_counter(), len(self.starts)
+        hidden = engine.forward(np.ones((rows, 1), np.int32), 0, self.starts)
+        engine.logits(hidden, np.zeros((rows, 1), np.int32), 1)
         return time.perf_counter() - began
 
     def steps(self, seconds: Sequence[float]) -> list[float]:
@@ -120,10 +127,10 @@ def test_a_step_takes_what_the_cost_model_says(cut: str, of_compute: float):
 def test_all_links_work_at_once_and_into_the_next_step():
     """When a step ends, the links are at work for the next one, and nothing is sent in vain."""
     decoding = Decoding(**CUTS["layer"])
-    stores = decoding.llm.engine.stores
-    before = [store.discarded for store in stores]
+    streams = decoding.llm.engine.streams
+    before = [stream.discarded for stream in streams]
     decoding.steps([0.2, 0.2])
     ends = time.perf_counter()
-    for store in stores:
-        assert store.link.idle_from > ends
-    assert [store.discarded for store in stores] == before
+    for stream in streams:
+        assert stream.link.idle_from > ends
+    assert [stream.discarded for stream in streams] == before

@@ -1,8 +1,11 @@
-"""The page store alone: what is added is delivered, in order, byte for byte, from every place."""
+"""The page store and its stream alone: what is added is delivered, in order, byte for byte, from
+every place, and nothing else is sent."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxllm.cache.attention import empty_ring, join_page, ring_block, split_page, write_ring
+from jaxllm.cache.groups import HostMemory, group_sizes
 from jaxllm.cache.store import PageStore
+from jaxllm.cache.stream import PageStream
 from jaxllm.cache.types import CACHE_TYPES, CacheFormat
 from support import PLACES, layer_config
 
 PAGE, HEADS, DIM, LAYERS, ROWS = 4, 2, 3, 2, 3
+SIZE = HEADS * PAGE * 2 * DIM * 4  # bytes of a page
 MIXES = {
     "device": lambda layer, first: "device",
     "pinned": lambda layer, first: "pinned",
@@ -27,37 +33,43 @@ MIXES = {
 }
 
 
-def _pages(layer: int, row: int, first: int, count: int, arrays: int) -> tuple[np.ndarray, ...]:
-    """Pages that no other call makes."""
-    seeds = [[layer, row, first + i * PAGE] for i in range(count)]
-    whole = [
-        np.random.default_rng(s).standard_normal((HEADS, PAGE, 2 * DIM), np.float32) for s in seeds
-    ]
-    stacked = np.stack(whole)
-    return (stacked,) if arrays == 1 else (stacked[..., :DIM], stacked[..., DIM:])
+def _page(layer: int, serial: int, arrays: int) -> tuple[np.ndarray, ...]:
+    """One page that no other layer and serial number have."""
+    whole = np.random.default_rng([layer, serial]).standard_normal(
+        (HEADS, PAGE, 2 * DIM), np.float32
+    )
+    return (whole,) if arrays == 1 else (whole[..., :DIM], whole[..., DIM:])
+
+
+def _store(group: int, place: Any, layers: int = 1, mixes: bool = True) -> PageStore:
+    return PageStore(jax.devices()[0], layers, group, place, HostMemory(), mixes)
 
 
 class Model:
-    """A store beside what it must hold: the first positions of each layer and row."""
+    """A store beside what it must hold: the serial number of each page of a layer and row."""
 
-    def __init__(self, place: str, group: int, prefetch: int, arrays: int):
-        self.device = jax.devices()[0]
-        self.prefetch, self.arrays, self.place = prefetch, arrays, MIXES[place]
-        self.store = PageStore(self.device, range(LAYERS), group, prefetch, self.place)
-        self.group = group
-        self.held: dict[tuple[int, int], dict[int, int]] = {}  # first position: maker
+    def __init__(self, place: str, group: int, prefetch: int, arrays: int, mixes: bool = True):
+        self.group, self.prefetch, self.arrays = group, prefetch, arrays
+        self.place = MIXES[place]
+        self.store = _store(group, self.place, LAYERS, mixes)
+        self.stream = PageStream(self.store, range(LAYERS), prefetch)
+        self.held: dict[tuple[int, int], dict[int, int]] = {}  # serial number by first position
         self.parked: set[int] = set()
         self.next: dict[int, int] = dict.fromkeys(range(ROWS), 0)
+        self.serials = itertools.count()
 
     def add(self, row: int, count: int) -> None:
         if row in self.parked:
             self.adopt(row, row, self.next[row] // PAGE)
-        first = self.next[row]
+        first, serials = self.next[row], [next(self.serials) for _ in range(count)]
         for layer in range(LAYERS):
-            pages = _pages(layer, row, first, count, self.arrays)
-            self.store.add(layer, row, first, tuple(jax.device_put(p, self.device) for p in pages))
+            made = [_page(layer, serial, self.arrays) for serial in serials]
+            pages = tuple(
+                jax.device_put(np.stack(p), self.store.device) for p in zip(*made, strict=True)
+            )
+            self.store.add(layer, row, first, pages)
             firsts = range(first, first + count * PAGE, PAGE)
-            self.held.setdefault((layer, row), {}).update(dict.fromkeys(firsts, row))
+            self.held.setdefault((layer, row), {}).update(zip(firsts, serials, strict=True))
         self.next[row] = first + count * PAGE
 
     def park(self, row: int) -> None:
@@ -89,43 +101,58 @@ class Model:
         self.held[layer, row] = {f: own for f, own in had.items() if f + PAGE > oldest}
 
     def visit(self, row: int, rows: int, again: bool) -> None:
-        """One step over rows: every page of theirs arrives, in order, with its own bytes."""
-        sent, delivered = self.store.sent, 0
-        self.store.begin(row, rows, again)
+        """One step: every page that its rows see arrives once and no other, with its own bytes,
+        and is folded into each of those rows, in the order of positions."""
+        sent, expected = self.stream.sent, 0
+        self.stream.begin(row, rows, again)
         for layer in range(LAYERS):
             seen: dict[int, list[int]] = {}
-            for pages, table in self.store.visit(layer, row, rows):
-                assert len(self.store._ahead) + len(self.store._busy) <= max(1, self.prefetch)
-                table, size = np.asarray(table), len(pages[0])
-                assert size == table[-1] <= self.group and len(table) == 2 * size + 1
-                assert all(p.devices() == {self.device} for p in pages)
-                for i, (owner, first) in enumerate(zip(table[:size], table[size:-1], strict=True)):
-                    maker = self.held[layer, int(owner)][int(first)]
-                    expected = _pages(layer, maker, int(first), 1, self.arrays)
-                    for page, whole in zip(pages, expected, strict=True):
-                        assert np.asarray(page[i]).tobytes() == whole[0].tobytes()
-                    seen.setdefault(int(owner), []).append(int(first))
-                    if self.place(layer, int(first)) != "device":
-                        delivered += sum(p[i].nbytes for p in pages)
-                self.store.done(pages[0][:1, :1, :1, :1])
-            for owner in range(row, row + rows):
-                wanted = {} if owner in self.parked else self.held.get((layer, owner), {})
-                assert seen.get(owner, []) == list(wanted)
-        assert self.store.sent - sent == delivered
+            arrived: list[int] = []
+            for pages, table in self.stream.visit(layer, row, rows):
+                ahead, busy = self.stream._ahead, self.stream._busy
+                assert len(ahead) + len(busy) <= max(1, self.prefetch)
+                table, size = np.asarray(table).tolist(), len(pages[0])
+                assert size in group_sizes(self.group)
+                assert all(p.devices() == {self.store.device} for p in pages)
+                *_, turn, folds = table
+                assert len(table) == size + max(size, rows) + 2 and turn in (1, size)
+                serials: dict[int, int] = {}  # by the page's place in the group
+                for i in range(folds):
+                    owner, first = table[size + i // turn], table[i % size]
+                    own = self.held[layer, owner][first]
+                    assert serials.setdefault(i % size, own) == own
+                    seen.setdefault(owner, []).append(first)
+                for i, serial in serials.items():
+                    for page, whole in zip(pages, _page(layer, serial, self.arrays), strict=True):
+                        assert np.asarray(page[i]).tobytes() == whole.tobytes()
+                assert len(serials) == size
+                arrived += serials.values()
+                self.stream.done(pages[0][:1, :1, :1, :1])
+            wanted = {
+                owner: {} if owner in self.parked else self.held.get((layer, owner), {})
+                for owner in range(row, row + rows)
+            }
+            assert seen == {owner: list(own) for owner, own in wanted.items() if own}
+            places = {n: self.place(layer, f) for own in wanted.values() for f, n in own.items()}
+            assert sorted(arrived) == sorted(places)
+            expected += SIZE * sum(place != "device" for place in places.values())
+        assert self.stream.sent - sent == expected
 
     def check_held(self) -> None:
-        """No more than the pages of all rows, no less than what differs between them."""
-        pages = sum(map(len, self.held.values()))
-        made = {(layer, *page) for (layer, _), had in self.held.items() for page in had.items()}
-        size = HEADS * PAGE * 2 * DIM * 4
-        assert len(made) * size <= sum(self.store.held_bytes().values()) <= pages * size
-        for (layer, row), had in self.held.items():
+        """The pages of all rows, of shared ones one."""
+        made = {(layer, n) for (layer, _), own in self.held.items() for n in own.values()}
+        assert sum(self.store.held_bytes().values()) == SIZE * len(made)
+        for (layer, row), own in self.held.items():
             found = dict(self.store.row_pages(layer, row))
-            assert list(found) == list(had)
+            assert list(found) == list(own)
             for first, arrays in found.items():
-                expected = _pages(layer, had[first], first, 1, self.arrays)
-                for page, whole in zip(arrays, expected, strict=True):
-                    assert page.tobytes() == whole[0].tobytes()
+                for page, whole in zip(arrays, _page(layer, own[first], self.arrays), strict=True):
+                    assert page.tobytes() == whole.tobytes()
+
+    def groups(self, row: int, rows: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """First positions and rows of the groups of a step."""
+        self.store.arrange(row, rows)
+        return [(g.firsts, g.rows) for g, _ in self.store.wanted(0, row, rows)]
 
 
 @pytest.mark.smoke
@@ -160,12 +187,15 @@ ACTIONS = st.one_of(
     group=st.sampled_from([1, 2, 4, 8]),
     prefetch=st.sampled_from([1, 2, 4]),
     arrays=st.sampled_from([1, 2]),
+    mixes=st.booleans(),
     actions=st.lists(ACTIONS, max_size=12),
 )
-def test_random_lives(place: str, group: int, prefetch: int, arrays: int, actions: list):
+def test_random_lives(
+    place: str, group: int, prefetch: int, arrays: int, mixes: bool, actions: list
+):
     """Rows grow, shrink from the front, are set aside, begin as others do and go, in any order,
     between steps of one row or all."""
-    model = Model(place, group, prefetch, arrays)
+    model = Model(place, group, prefetch, arrays, mixes)
     for action, row, value in actions:
         if action == "add":
             model.add(row, value)
@@ -186,16 +216,81 @@ def test_random_lives(place: str, group: int, prefetch: int, arrays: int, action
     model.visit(0, ROWS, again=False)
 
 
+def test_rows_that_step_together_send_large_groups():
+    """Small groups of several rows are sent as one, and as the row's own to a row alone."""
+    model = Model("pinned", 4, 2, 1)
+    for row, count in enumerate((6, 3, 1)):
+        model.add(row, count)
+    firsts = [[0, 4, 8, 12], [16], [20]]
+    assert model.groups(0, 1) == [(tuple(f), (0,)) for f in firsts]
+    together = [((0, 4, 8, 12), (0,)), ((16, 20, 0, 4), (0, 0, 1, 1)), ((8,), (1,)), ((0,), (2,))]
+    assert model.groups(0, ROWS) == together
+    model.add(1, 1)
+    model.add(0, 1)
+    assert model.groups(0, ROWS) == [*together[:2], ((8, 0, 12, 24), (1, 2, 1, 0))]
+    assert model.groups(0, 1) == [(tuple(f), (0,)) for f in (*firsts, [24])]
+    assert model.groups(1, 1) == [((0, 4, 8, 12), (1,))]
+    model = Model("pinned", 8, 2, 1)
+    for row, count in enumerate((13, 5, 6)):
+        model.add(row, count)
+    sizes = [len(firsts) for firsts, _ in model.groups(0, ROWS)]
+    assert sizes == [8, 8, 8]  # of 8 + 4 + 1, 4 + 1 and 4 + 1 + 1
+
+
+def test_shared_pages_are_groups_of_their_own():
+    """They are cut where what is shared ends, and joined again when no longer shared."""
+    model = Model("pinned", 4, 2, 1)
+    model.add(0, 13)
+    whole = [((f, f + 4, f + 8, f + 12), (0,)) for f in (0, 16, 32)] + [((48,), (0,))]
+    assert model.groups(0, 1) == whole
+    model.adopt(0, 1, 6)
+    model.add(1, 2)
+    shared = [((0, 4, 8, 12), (0, 1)), ((16,), (0, 1)), ((20,), (0, 1))]
+    assert model.groups(1, 1) == [*shared, ((24,), (1,)), ((28,), (1,))]
+    assert model.groups(0, 1) == [*shared, ((24,), (0,)), ((28,), (0,)), *whole[2:]]
+    model.release(1)
+    assert model.groups(0, 1) == whole
+    model.adopt(0, 1, 6)
+    model.add(1, 3)
+    rows = [((24,), (0,)), ((28,), (0,)), whole[2], ((48, 24, 28, 32), (0, 1, 1, 1))]
+    assert model.groups(0, ROWS) == [*shared, *rows]
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_neither_place_nor_prefetch_moves_a_boundary(mixes: bool):
+    """Of a step's groups."""
+
+    def boundaries(place: str, prefetch: int) -> list[Any]:
+        model, found = Model(place, 4, prefetch, 1, mixes), []
+        for row, count in [(0, 7), (1, 3), (2, 9), (0, 4), (1, 1), (0, 2)]:
+            model.add(row, count)
+            model.visit(row, 1, again=False)
+            found.append(model.groups(row, 1))
+            model.visit(0, ROWS, again=True)
+            found.append(model.groups(0, ROWS))
+        model.adopt(0, 1, 5)
+        model.add(1, 2)
+        model.trim(0, 0, 9)
+        return [*found, model.groups(1, 1), model.groups(0, ROWS)]
+
+    expected = boundaries("device", 1)
+    assert all(
+        boundaries(place, prefetch) == expected
+        for place, prefetch in itertools.product(("device", "pinned", "pageable"), (1, 2, 4))
+    )
+
+
 def test_pages_are_not_changed_by_their_maker():
     """Memory that the maker writes to again is not the store's."""
     for place in PLACES:
-        store = PageStore(jax.devices()[0], range(1), 2, 1, lambda layer, first, place=place: place)
-        [mine] = _pages(0, 0, 0, 1, 1)
+        store = _store(2, lambda layer, first, place=place: place)
+        [mine] = _page(0, 0, 1)
         kept = mine.copy()
-        store.add(0, 0, 0, (jax.device_put(mine.copy(), jax.devices()[0]),))
+        store.add(0, 0, 0, (jax.device_put(mine.copy()[None], jax.devices()[0]),))
         mine[:] = 0
-        store.begin(0, 1, again=False)
-        [(pages, _)] = store.visit(0, 0, 1)
+        stream = PageStream(store, range(1), 1)
+        stream.begin(0, 1, again=False)
+        [(pages, _)] = stream.visit(0, 0, 1)
         assert np.asarray(pages[0]).tobytes() == kept.tobytes()
 
 
@@ -213,15 +308,16 @@ def test_quantised_pages_keep_their_scales(types: tuple[str, str]):
     ring = empty_ring(cfg, (1, HEADS, positions), None)
     ring = write_ring(cfg, ring, jnp.asarray(k), jnp.asarray(v), zero, zero[None])
     for place in PLACES:
-        store = PageStore(jax.devices()[0], range(1), 4, 2, lambda layer, first, place=place: place)
+        store = _store(4, lambda layer, first, place=place: place)
         for first in range(0, positions, PAGE):
             store.add(0, 0, first, join_page(*ring_block(ring, zero, 1, zero[None] + first, PAGE)))
-        store.begin(0, 1, again=False)
+        stream = PageStream(store, range(1), 2)
+        stream.begin(0, 1, again=False)
         pages = []
-        for group, table in store.visit(0, 0, 1):
+        for group, table in stream.visit(0, 0, 1):
             assert len(group) == 1 and group[0].dtype == jnp.uint8
             pages += [split_page(cfg, (page[None],)) for page in group[0]]
-            store.done(table)
+            stream.done(table)
         found = [jnp.concatenate(part, axis=2) for part in zip(*pages, strict=True)]
         for moved, own, name, values in zip(found, ring, types, (k, v), strict=True):
             assert np.asarray(moved).tobytes() == np.asarray(own).tobytes()
@@ -239,9 +335,9 @@ def test_copies_ahead_go_round_to_the_next_step():
     model = Model("pinned", 1, 4, 1)
     model.add(0, 6)
     model.visit(0, ROWS, again=True)
-    assert model.store._ahead
+    assert model.stream._ahead
     model.visit(0, ROWS, again=True)
-    assert model.store.discarded == 0
+    assert model.stream.discarded == 0
     model.visit(0, ROWS, again=False)
     model.release(0)
     model.visit(0, ROWS, again=False)

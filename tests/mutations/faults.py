@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxllm.cache.store
+import jaxllm.cache.groups
 import sharding.plan
 import sharding.residency
 import sharding.sizes
@@ -190,7 +190,7 @@ def scales_of_a_neighbour_in_host_memory(patch: Patch) -> None:
     def wrong(right: Callable, values: Any, *where: Any) -> Any:
         return right(np.asarray(_neighbours_scales(jnp.asarray(values), 1)), *where)
 
-    _change(patch, jaxllm.cache.store, "host_array", wrong)
+    _change(patch, jaxllm.cache.groups, "host_array", wrong)
 
 
 # A tail that is behind

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.cache.store import PageStore
+from jaxllm.cache.stream import PageStream
 from jaxllm.testing import assert_weights_as_planned, random_llm
 from scenarios.runs import alone, check, config, counts
 from support import assert_close, random_ids, run
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.xdist_group("bytes")
 CTX = 128
 
 
-def _watch(store: PageStore, seen: list[tuple[int, int]]) -> None:
+def _watch(stream: PageStream, seen: list[tuple[int, int]]) -> None:
     """Note how many groups, and bytes, are in flight or in use whenever one is delivered."""
-    visit, done = store.visit, store.done
+    visit, done = stream.visit, stream.done
     used: dict[int, int] = {}  # bytes of delivered groups by the id of their step's result
 
     def watched(*arguments: Any) -> Iterator[Any]:
         for pages, table in visit(*arguments):
             mine = sum(p.nbytes for p in pages)
-            busy = [used[id(result)] for result in store._busy]
-            ahead = [group.nbytes for group, _ in store._ahead]
+            busy = [used[id(result)] for result in stream._busy]
+            ahead = [group.nbytes for group, _ in stream._ahead]
             seen.append((len(ahead) + len(busy) + 1, sum(ahead) + sum(busy) + mine))
             used["next"] = mine  # type: ignore[index]
             yield pages, table
@@ -38,7 +38,7 @@ def _watch(store: PageStore, seen: list[tuple[int, int]]) -> None:
         used[id(result)] = used["next"]  # type: ignore[index]
         done(result)
 
-    store.visit, store.done = watched, finished  # type: ignore[method-assign]
+    stream.visit, stream.done = watched, finished  # type: ignore[method-assign]
 
 
 def _ring_bytes(llm: LLM, device: int) -> int:
@@ -62,9 +62,9 @@ def test_staging_stays_within_the_plan(cut: dict, prefetch: int):
     llm = random_llm(
         config(8, 4), split_mode="tensor", kv="host", prefetch=prefetch, group_pages=2, **cut
     )
-    seen: list[list[tuple[int, int]]] = [[] for _ in llm.engine.stores]
-    for store, notes in zip(llm.engine.stores, seen, strict=True):
-        _watch(store, notes)
+    seen: list[list[tuple[int, int]]] = [[] for _ in llm.engine.streams]
+    for stream, notes in zip(llm.engine.streams, seen, strict=True):
+        _watch(stream, notes)
     run(llm, random_ids(120), [1] * 8)
     plan = llm.plan
     flights = max(1, prefetch)

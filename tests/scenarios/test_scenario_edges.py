@@ -18,10 +18,11 @@ from jaxllm.cache.attention import (
     attend_tail,
     finish,
     join_page,
+    page_table,
     queries_first,
     start_carry,
 )
-from jaxllm.cache.store import group_sizes
+from jaxllm.cache.groups import group_sizes
 from jaxllm.engine.generate import chunk_sizes
 from jaxllm.testing import random_llm
 from scenarios.runs import config
@@ -70,7 +71,7 @@ def test_a_page_and_a_rest_are_one_pass(scale: float, masked: str | None):
         rows, firsts, pages = rows[1:], firsts[1:], pages[1:]
     queries = queries_first(jnp.asarray(q))
     for order in (1, -1):  # the page of which nothing is seen comes last, and first
-        table = jnp.asarray([*rows[::order], *firsts[::order], len(rows)], jnp.int32)
+        table = jnp.asarray(page_table(firsts[::order], rows[::order], 1, one_each=True))
         group = (jnp.concatenate(pages[::order]),)
         carry = start_carry(queries, 64)
         carry = attend_pages(cfg, carry, queries, group, table, row, positions)

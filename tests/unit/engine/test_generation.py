@@ -318,8 +318,8 @@ def test_an_interrupt_leaves_a_usable_llm(
 def test_an_interrupt_between_two_layers(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Copies are on their way and rings half written."""
     llm, calls = _llm(kind), 0
-    store = llm.engine.stores[0]  # type: ignore[attr-defined]
-    done = store.done
+    stream = llm.engine.streams[0]  # type: ignore[attr-defined]
+    done = stream.done
 
     def interrupted(result: Any) -> None:
         nonlocal calls
@@ -328,7 +328,7 @@ def test_an_interrupt_between_two_layers(kind: str, monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
         done(result)
 
-    monkeypatch.setattr(store, "done", interrupted)
+    monkeypatch.setattr(stream, "done", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([random_ids(20), random_ids(33)], greedy(15))
     monkeypatch.undo()

@@ -1,0 +1,181 @@
+"""Groups of pages: what is kept, copied and folded as one.
+
+A page is immutable once made. Groups have a few fixed sizes, so that one copy is large and few
+programs are compiled: equal groups are joined, and one that loses pages is cut into smaller ones.
+A group is never padded: what crosses the link is pages in use and nothing else.
+
+A group lives in one place: on the device, in pinned host memory or in pageable host memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxllm.cache.attention import page_table
+from jaxllm.models.layers import Array, Device
+from sharding.links import Place, host_array
+from sharding.memory import PINNED_LIMIT, exhausted
+
+Pages = tuple[Array | np.ndarray, ...]
+Rows = tuple[int, ...]
+PINNED_NOTE = (
+    "pinned host memory for the cache has run out, so further pages are in pageable memory, which"
+    f" reaches a device more slowly: set {PINNED_LIMIT} (64 unless set) to as many GB as the cache"
+    " takes."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Pages [M, K, P, ...] with the first position of each.
+
+    All of `rows` have every page; or, of a mixed group, each page has the row of its own there.
+    """
+
+    pages: Pages
+    firsts: tuple[int, ...]
+    rows: Rows
+    place: Place
+    mixed: bool = False
+    tables: dict[tuple[Rows, int], Array] = field(default_factory=dict)  # see `GroupMaker.table`
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.pages)
+
+    @property
+    def page(self) -> int:
+        """Positions of a page."""
+        return self.pages[0].shape[2]
+
+    @property
+    def end(self) -> int:
+        """Where the last page ends."""
+        return self.firsts[-1] + self.page
+
+    @cached_property
+    def owners(self) -> frozenset[int]:
+        """All rows that have a page of it."""
+        return frozenset(self.rows)
+
+    def rows_of(self, page: int) -> Rows:
+        """The rows that have a page."""
+        return self.rows[page : page + 1] if self.mixed else self.rows
+
+    def given_to(self, rows: Rows, mixed: bool = False) -> Group:
+        """The same pages as those of other rows."""
+        if (rows, mixed) == (self.rows, self.mixed):
+            return self
+        return replace(self, rows=rows, mixed=mixed, tables={})
+
+
+def group_sizes(largest: int) -> tuple[int, ...]:
+    """The sizes of groups: powers of four up to `largest` (a power of two), and that."""
+    sizes = [1]
+    while sizes[-1] * 4 <= largest:
+        sizes.append(sizes[-1] * 4)
+    return tuple(sizes) if sizes[-1] == largest else (*sizes, largest)
+
+
+@jax.jit
+def _concat(pages: tuple[Array, ...]) -> Array:
+    return jnp.concatenate(pages)
+
+
+@jax.jit
+def _take(pages: Array, index: Array) -> Array:
+    return pages[index]
+
+
+class HostMemory:
+    """Host memory for the pages of all devices: pinned as long as there is some of it."""
+
+    def __init__(self) -> None:
+        self._exhausted = self._told = False
+
+    def freed(self) -> None:
+        """Some pages are gone, which may be enough for others."""
+        self._exhausted = False
+
+    def hold(self, pages: Pages, place: Place, device: Device) -> tuple[Place, Pages]:
+        """The pages in host memory, and in which: pageable where there is no more of the pinned."""
+        if place == "pinned" and not self._exhausted:
+            try:
+                return place, tuple(host_array(p, place, device) for p in pages)
+            except RuntimeError as error:
+                if not exhausted(error):
+                    raise
+            self._exhausted = True
+            if not self._told:
+                self._told = True
+                warnings.warn(PINNED_NOTE, stacklevel=2)
+        return "pageable", tuple(host_array(p, "pageable", device) for p in pages)
+
+
+class GroupMaker:
+    """Makes the groups of one device, of up to `largest` pages."""
+
+    def __init__(self, device: Device, largest: int, host: HostMemory):
+        self.device, self.host = device, host
+        self.sizes = group_sizes(largest)
+        self._on_device = SingleDeviceSharding(device, memory_kind="device")
+
+    def make(
+        self, pages: Pages, firsts: tuple[int, ...], rows: Rows, place: Place, mixed: bool = False
+    ) -> Group:
+        """A group in a place, of pages that may still be in another."""
+        if place != "device":
+            place, pages = self.host.hold(pages, place, self.device)
+        return Group(pages, firsts, rows, place, mixed)
+
+    def join(self, groups: Sequence[Group]) -> Group:
+        """Groups of one kind and place as one, in this order."""
+        first = groups[0]
+        parts = [[g.pages[i] for g in groups] for i in range(len(first.pages))]
+        if first.place == "device":
+            pages = tuple(_concat(tuple(p)) for p in parts)
+        else:
+            pages = tuple(np.concatenate([np.asarray(p) for p in part]) for part in parts)
+        firsts = tuple(f for g in groups for f in g.firsts)
+        rows = tuple(r for g in groups for r in g.rows) if first.mixed else first.rows
+        return self.make(pages, firsts, rows, first.place, first.mixed)
+
+    def cut(self, group: Group, index: Sequence[int]) -> Iterator[Group]:
+        """Some of a group's pages, or all, in groups of the sizes that there are. A stretch of
+        pages is cut where groups of each size would end, so that its parts can be joined again."""
+        if len(index) == len(group.firsts):
+            yield group
+            return
+        stretch = index[-1] - index[0] == len(index) - 1
+        at, start = 0, index[0] if stretch else 0
+        while at < len(index):
+            fitting = [n for n in self.sizes if n <= len(index) - at and (start + at) % n == 0]
+            yield self._select(group, index[at : at + fitting[-1]])
+            at += fitting[-1]
+
+    def _select(self, group: Group, index: Sequence[int]) -> Group:
+        if group.place == "device":
+            pages = tuple(_take(p, np.asarray(index, np.int32)) for p in group.pages)
+        else:
+            pages = tuple(np.asarray(p)[index] for p in group.pages)
+        firsts = tuple(group.firsts[i] for i in index)
+        rows = tuple(group.rows[i] for i in index) if group.mixed else group.rows
+        return self.make(pages, firsts, rows, group.place, group.mixed)
+
+    def table(self, group: Group, rows: Rows, slots: int) -> Array:
+        """A group's table on the device (`page_table`), for a step of so many slots; only `rows` of
+        its rows take part."""
+        key = rows, slots
+        if key not in group.tables:
+            given = group.rows if group.mixed else rows
+            table = page_table(group.firsts, given, slots, group.mixed)
+            group.tables[key] = jax.device_put(table, self._on_device)
+        return group.tables[key]

@@ -1,0 +1,137 @@
+"""Delivery of a store's pages to attention steps.
+
+Groups that are on the device are passed on, others are copied there first; attention takes both the
+same way. Copies are issued ahead, through the layers and round to the first for the next step,
+while at most `prefetch` delivered groups exist at a time (in flight or in use). While one stream
+waits, its peers go on issuing, so that no device's link rests for another's. Only the thread that
+runs the engine may call a stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxllm.cache.groups import Group
+from jaxllm.cache.store import PageStore
+from jaxllm.models.layers import Array
+from sharding.links import Link
+
+Arrived = tuple[tuple[Array, ...], Array]  # pages on the device, and their table
+PAUSE = 50e-6  # seconds between looks at what is waited for
+
+
+class PageStream:
+    """See the module's docstring. `owners` has the layer whose pages each layer reads: itself, or
+    an earlier one."""
+
+    def __init__(self, store: PageStore, owners: Sequence[int], prefetch: int):
+        self.store, self.prefetch = store, max(1, prefetch)
+        self.link = Link(store.device)
+        self.peers: Sequence[PageStream] = [self]  # that issue copies while one of them waits
+        self.sent = 0  # bytes delivered to steps over the link
+        self.discarded = 0  # bytes copied ahead for a step that then did not come
+        self._owners = owners
+        self._queue: list[Group] = []  # host groups of this step, in the order of use
+        self._issued = 0  # of the queue, and past its end of the next step's
+        self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
+        self._busy: deque[Any] = deque()  # one small result of each step in progress
+        self._coming: deque[tuple[Group, Array]] = deque()  # that a visit has still to deliver
+        self._delivered = False  # whether the last group came over the link
+        self._again = False
+
+    def give_up(self) -> None:
+        """Forget the step in progress and what has been copied for it."""
+        self.discarded += sum(g.nbytes for g, _ in self._ahead)
+        self._queue, self._issued, self._delivered = [], 0, False
+        for waiting in (self._ahead, self._busy, self._coming):
+            waiting.clear()
+
+    def begin(self, row: int, rows: int, again: bool) -> None:
+        """Start a step over rows row .. row + rows; `again` if the same rows come next."""
+        self.store.arrange(row, rows)
+        wanted = [g for layer in self._owners for g, _ in self.store.wanted(layer, row, rows)]
+        self._queue = [g for g in wanted if g.place != "device"]
+        self._again = again
+        if [g for g, _ in self._ahead] != self._queue[: len(self._ahead)]:
+            self.discarded += sum(g.nbytes for g, _ in self._ahead)
+            self._ahead.clear()
+        self._issued = len(self._ahead)
+        self._top_up()
+
+    def visit(self, layer: int, row: int, rows: int) -> Iterator[Arrived]:
+        """The layer's groups with pages of these rows.
+
+        Layers are visited in the order of `owners`; `done` follows each step on a group.
+        """
+        self._coming = deque(self.store.wanted(layer, row, rows))
+        return self._deliver(self._coming)
+
+    def waits(self) -> bool:
+        """Whether the next group of the visit in progress is not there yet."""
+        if not self._coming or self._coming[0][0].place == "device":
+            return False
+        if self._ahead:
+            return not self.link.arrived(self._ahead[0][1])
+        self._forget_finished()
+        return len(self._busy) >= self.prefetch
+
+    def pause(self) -> None:
+        """Let some time pass in which all peers issue what they may."""
+        for stream in self.peers:
+            stream._top_up()
+        time.sleep(PAUSE)
+
+    def done(self, result: Array) -> None:
+        """A step on the last visited group has been dispatched; `result` is ready when it ends."""
+        if self._delivered:
+            self._delivered = False
+            self._busy.append(result)
+            self._top_up()
+
+    def _deliver(self, coming: deque[tuple[Group, Array]]) -> Iterator[Arrived]:
+        while coming:
+            if coming[0][0].place == "device":
+                group, table = coming.popleft()
+                yield group.pages, table  # type: ignore[misc]
+                continue
+            if not self._ahead:
+                self._wait_for_room()  # which may send it
+            if not self._ahead:
+                self._issue()
+            while not self.link.arrived(self._ahead[0][1]):
+                self.pause()
+            group, table = coming.popleft()
+            ahead, pages = self._ahead.popleft()
+            assert ahead is group, "layers were visited out of order"
+            self.sent += group.nbytes
+            self._delivered = True
+            yield pages, table
+            del pages
+
+    def _wait_for_room(self) -> None:
+        if len(self.peers) > 1:
+            while len(self._busy) >= self.prefetch and not self._ahead:
+                self.pause()
+        while len(self._busy) >= self.prefetch:
+            self._busy.popleft().block_until_ready()
+
+    def _forget_finished(self) -> None:
+        while self._busy and self._busy[0].is_ready():
+            self._busy.popleft()
+
+    def _top_up(self) -> None:
+        self._forget_finished()
+        if self.prefetch == 1:
+            return  # a copy is issued when it is needed
+        limit = len(self._queue) * (2 if self._again else 1)
+        while self._issued < limit and len(self._ahead) + len(self._busy) < self.prefetch:
+            self._issue()
+
+    def _issue(self) -> None:
+        group = self._queue[self._issued % len(self._queue)]
+        # A numpy page may be taken over without a copy; pages never change, so that is safe.
+        self._ahead.append((group, self.link.send(group.pages)))
+        self._issued += 1
