@@ -32,7 +32,7 @@ def random_blocks(kind: GGMLQuantizationType) -> np.ndarray:
 
     def scale(size: float) -> None:
         blocks["d"] = size
-        if "m" in blocks.dtype.names:  # K-quants subtract it, times a scale as large as that of d
+        if BLOCK_TYPES[kind].minimum:  # K-quants subtract it, times a scale as large as that of d
             middle = 7.5 if kind in (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K) else 15.5
             blocks["m"] = size * middle * (1 if BLOCK_TYPES[kind].nested else -1)
 

@@ -73,7 +73,7 @@ def tiles(queries: int, parts: int, width: int) -> Tiles:
     """For `queries` of a head whose keys may be cut into so many parts."""
     if queries >= ROWS:
         return Tiles(2, 64 if width > 128 else 128, 2, 1, ROWS)
-    return Tiles(1, SMALL, 2 if width > 128 else 4, parts, -(-queries // 8) * 8)
+    return Tiles(1, SMALL, 2 if width > 128 else 3, parts, -(-queries // 8) * 8)
 
 
 def attend_flash(
@@ -111,15 +111,17 @@ def attend_pages_flash(
     from jaxllm.cache.flash_kernel import flash  # takes a second, and most devices have no use
 
     n, heads, per_head, length, _ = q.shape
-    if cfg.cache.k.dtype != q.dtype or len(pages) > 1:
+    if len(pages) > 1 or cfg.cache.k.dtype != q.dtype:
         pages = decode_block(cfg, q, *split_page(cfg, pages))
     count, page = pages[0].shape[0], pages[0].shape[2]
     cut = tiles(per_head * length, max(1, page // SMALL // PART), max(cfg.k_dim, cfg.v_dim))
     at = jnp.concatenate([positions[:, 0], row[None], table])
     if length > 1:  # one row's: its carry goes through the kernel
-        begun = tuple(a.reshape(1, 1, heads, -1, *a.shape[4:]) for a in carry[:3])
+        before = carry.m, carry.l, carry.acc
+        begun = tuple(a.reshape(1, 1, heads, -1, *a.shape[4:]) for a in before)
         found = flash(_flat(q), pages, at, length, _scores(cfg), cut, count, begun)
-        m, l, acc = (a.reshape(b.shape) for a, b in zip(found, carry[:3], strict=True))  # noqa: E741
+        m, l = (a.reshape(carry.m.shape) for a in found[:2])  # noqa: E741
+        acc = found[2].reshape(carry.acc.shape)
         return carry._replace(m=m, l=l, acc=acc)
     found = flash(_flat(q), pages, at, length, _scores(cfg), cut, count)
     m, l, acc = _whole(found, per_head, length)  # noqa: E741

@@ -162,12 +162,12 @@ def test_pages(case: tuple) -> None:
     for n in range(len(starts)):
         owners = [(rows[i],) if one_each else rows for i in range(len(firsts))]
         mine = [i for i, owner in enumerate(owners) if row + n in owner]
-        sides = [
+        own_k, own_v = (
             np.concatenate([_wide(old[n]), *(_wide(side[i]) for i in mine)], axis=1)
             for old, side in ((before_k, k), (before_v, v))
-        ]
+        )
         k_pos = np.concatenate([np.zeros(8), *(firsts[i] + np.arange(page) for i in mine)])
-        _close(found[n], _expected(cfg, _wide(q[n]), *sides, np.asarray(positions[n]), k_pos))
+        _close(found[n], _expected(cfg, _wide(q[n]), own_k, own_v, np.asarray(positions[n]), k_pos))
 
 
 def test_how_pages_are_grouped_changes_no_bit() -> None:
@@ -183,8 +183,8 @@ def test_how_pages_are_grouped_changes_no_bit() -> None:
         for groups in ((range(6),), (range(4), range(4, 6)), ((0, 2, 3, 5), (1, 4))):
             carry = start_carry(q, 128)
             for group in map(list, groups):
-                parts = ([known[i] for i in group] for known in (firsts, rows))
-                table = jnp.asarray(page_table(*parts, len(starts), one_each=True))
+                own_firsts, own_rows = ([known[i] for i in group] for known in (firsts, rows))
+                table = jnp.asarray(page_table(own_firsts, own_rows, len(starts), one_each=True))
                 own = (pages[np.asarray(group)],)
                 carry = fold(cfg, carry, q, own, table, jnp.int32(0), positions)
             results.append(np.asarray(carry.acc).tobytes())
