@@ -113,7 +113,8 @@ def attend_pages_flash(
     n, heads, per_head, length, _ = q.shape
     if len(pages) > 1 or cfg.cache.k.dtype != q.dtype:
         pages = decode_block(cfg, q, *split_page(cfg, pages))
-    count, page = pages[0].shape[0], pages[0].shape[2]
+    keys, *_ = pages
+    count, page = keys.shape[0], keys.shape[2]
     cut = tiles(per_head * length, max(1, page // SMALL // PART), max(cfg.k_dim, cfg.v_dim))
     at = jnp.concatenate([positions[:, 0], row[None], table])
     if length > 1:  # one row's: its carry goes through the kernel
