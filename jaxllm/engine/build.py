@@ -48,7 +48,8 @@ from sharding.splits import LayerPlan, Ranges
 @dataclass(frozen=True)
 class PlannedModel:
     """A model under a plan: `whole` has its KV heads replicated as the plan says, `kinds` what is
-    held quantised. `kernels`: attention is one on devices that have it."""
+    held quantised. `kernels`: the fused engine's attention is one on
+    devices that have it."""
 
     plan: Plan
     block: type[Block]
@@ -199,9 +200,7 @@ def _build(
             return (place or planned)(device, own[0].first + layer, first)
 
         drafting = bool(model.whole.cfg.ahead)
-        return StagedEngine(
-            plan.of_context(context), own, arrays, devices, placed, drafting, model.kernels
-        )
+        return StagedEngine(plan.of_context(context), own, arrays, devices, placed, drafting)
 
     return _in_contexts(model.plan, model.whole, of_context, model.dtype)
 

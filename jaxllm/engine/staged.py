@@ -22,7 +22,6 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxllm.cache.attention import Ring, empty_ring, join_page, split_page
-from jaxllm.cache.flash import has_kernel
 from jaxllm.cache.groups import HostMemory, group_sizes
 from jaxllm.cache.store import PageStore
 from jaxllm.cache.stream import PageStream
@@ -62,15 +61,10 @@ class StagedEngine(Engine):
         devices: list[Device],
         place: Callable[[int, int, int], Place],
         drafting: bool = False,
-        kernels: bool = True,
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
         self.layers = [
-            [
-                layer_of(*own, kernels and has_kernel(d))
-                for own in zip(m.blocks, m.cfg.layers, m.kv_heads, m.states, strict=True)
-            ]
-            for d, m in zip(devices, models, strict=True)
+            list(map(layer_of, m.blocks, m.cfg.layers, m.kv_heads, m.states)) for m in models
         ]
         options = plan.options
         self.owners = models[0].cfg.owners  # whose cache each layer reads

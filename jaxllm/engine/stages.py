@@ -21,10 +21,8 @@ from jaxllm.cache.attention import (
     join_page,
     ring_block,
 )
-from jaxllm.cache.flash import BLOCK, attend_flash, attend_pages_flash, flashes
 from jaxllm.engine.local import (
     State,
-    Step,
     Top,
     begin_attention,
     begin_recurrent,
@@ -48,7 +46,6 @@ class Layer:
     cfg: LayerConfig
     kv_heads: int  # of the device's slice
     states: int
-    kernels: bool  # the device has those of `jaxllm.cache.flash`
 
 
 layer_of = cache(Layer)
@@ -153,7 +150,9 @@ def stage(
                 continue
             assert given.queries is not None and given.tail is not None
             q, carry = given.queries
-            carry = _attend_tail(here, carry, q, given.tail, step, page)
+            carry = attend_tail(
+                here.cfg, carry, q, given.tail, step.row, step.seen_from(here.cfg), step.floor, page
+            )
             own = end_attention(old, here.cfg, carry, q, x)
             total = own if total is None else total + own
         elif piece == "after":
@@ -185,14 +184,6 @@ def stage(
     )
 
 
-def _attend_tail(here: Layer, carry: Carry, q: Array, tail: Ring, step: Step, page: int) -> Carry:
-    """Fold what the ring of a layer holds after its full pages."""
-    cfg, at = here.cfg, step.seen_from(here.cfg)
-    if here.kernels and page % BLOCK == 0 and flashes(cfg, q.shape[3], q.dtype, tail.capacity):
-        return attend_flash(cfg, carry, q, tail, step.row, at, step.floor)
-    return attend_tail(cfg, carry, q, tail, step.row, at, step.floor, page)
-
-
 @partial(
     jax.jit, static_argnames=("here",), donate_argnames=("carry",), compiler_options=DEVICE_LOOPS
 )
@@ -207,10 +198,7 @@ def attend(
 ) -> tuple[Carry, Array]:
     """Fold a group; also a small result, by whose arrival the stream knows that the step ended."""
     step = unpack_step(packed)
-    fold = attend_pages
-    if here.kernels and flashes(here.cfg, q.shape[3], q.dtype, pages[0].shape[2], stored=False):
-        fold = attend_pages_flash
-    carry = fold(here.cfg, carry, q, pages, table, step.row, step.seen_from(here.cfg))
+    carry = attend_pages(here.cfg, carry, q, pages, table, step.row, step.seen_from(here.cfg))
     result = carry.m if carry.kept is None else carry.kept.scores[..., 0]
     return carry, result[:1, :1, :1, :1]
 
