@@ -37,6 +37,10 @@ _NEVER_QUANTISED = (
     "position_embd",
     "ssm_x",
     "ssm_dt",
+    "time_mix_decay_w",
+    "time_mix_first",
+    "time_mix_lerp",
+    "time_mix_w",
 )
 
 

@@ -216,6 +216,7 @@ class LayerConfig:
     post_eps: float | None = None  # of norms on what is added, where theirs is another
     parallel: bool = False  # the MLP reads the residual that attention reads
     residual_scale: float = 1.0  # of what each half adds
+    halved: bool = False  # the layer's result, residual and all
     read_residual: float = 0.0  # each half adds to so many times what it reads, not to the residual
     qkv_joined: tuple[int, int, int] | None = None  # rows of q, k and v in one tensor attn_qkv
     v_from_k: bool = False  # values are what keys are made of
@@ -350,6 +351,7 @@ class ModelConfig:
     layer_inputs: int = 0  # channels that each layer reads beside the residual
     kept: int = 0  # residuals of layers that go beside the newest: see `models.kept`
     positions: int = 0  # rows of a learned position embedding; 0 for none
+    block_layers: int = 1  # layers that the tensors of one block of a file make
     whole_ctx: int = 0  # positions within which sparse attention leaves none out; 0: see layers
     logit_scale: float = 1.0
     logit_softcap: float | None = None

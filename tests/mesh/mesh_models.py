@@ -11,7 +11,14 @@ from jaxllm.models.config import SANDWICH, Experts, Latent, Norms, NormStyle, Ro
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.early import EarlyBlock
 from jaxllm.models.gemma4 import Gemma4Block
-from jaxllm.models.recurrent import DeltaNet, Mamba2, Selective, ShortConv
+from jaxllm.models.recurrent import (
+    ChannelMix,
+    DeltaNet,
+    Mamba2,
+    Selective,
+    ShortConv,
+    TimeMix,
+)
 from support import layer_config, model_config, small_model, with_layers
 
 HALVES = Rope(theta=10000.0, dim=16, pairs="halves")
@@ -102,7 +109,7 @@ def _latent() -> ModelConfig:
 def _recurrent() -> ModelConfig:
     """Five groups of a delta net, in turns with gated attention, beside Mamba 2 in one layer; one
     layer has no MLP and one nothing else. Channels of Mamba 1, and heads of channels, whose devices
-    sum something midway."""
+    sum something midway. Both halves of RWKV 6."""
     gated = layer_config(8, 2, 16, mlp=211, scale=0.25, gated_q=True, out_gate=16, qk_norm=True)
     bare = replace(gated, kv_heads=0, gated_q=False, out_gate=0, qk_norm=False, rope=None)
     net = DeltaNet(groups=5, v_heads=2, dim=8, kernel=4, tiled=True, joined=False)
@@ -127,6 +134,8 @@ def _recurrent() -> ModelConfig:
         replace(bare, recurrent=conv),
         replace(bare, recurrent=channels),
         replace(bare, recurrent=replace(channels, heads=True, conv_bias=False), mlp=0),
+        replace(bare, recurrent=TimeMix(groups=8, dim=8, rank=6, decay_rank=4), mlp=0),
+        replace(bare, recurrent=ChannelMix(groups=3, columns=48, embed=64), mlp=0),
     ]
     return model_config(layers)
 

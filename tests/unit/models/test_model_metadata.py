@@ -94,3 +94,16 @@ def test_gemma2_reads_pattern_and_base_of_windows():
     for key in ("attention__sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
         with pytest.raises(ModelError, match="positive"):
             configured("gemma2", **{key: 0})
+
+
+def test_rwkv6_halves_the_residual_after_every_second_block():
+    sizes = dict(wkv__head_size=64, time_mix_extra_dim=8, time_decay_extra_dim=8)
+    sizes |= dict(attention__layer_norm_epsilon=1e-5, attention__head_count=0)
+    tensors = ("blk.0.time_mix_lerp_fused.weight",)
+    layers = configured("rwkv6", tensors, rescale_every_n_layers=2, **sizes).layers
+    assert [layer.halved for layer in layers] == [False, False, False, True] * 3
+    assert not any(layer.halved for layer in configured("rwkv6", tensors, **sizes).layers)
+    with pytest.raises(ModelError, match=r"time_mix_lerp_fused\.weight is missing"):
+        configured("rwkv6", **sizes)
+    with pytest.raises(ModelError, match="heads of 60"):
+        configured("rwkv6", tensors, **sizes | dict(wkv__head_size=60))
