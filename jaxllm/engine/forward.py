@@ -158,7 +158,7 @@ def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[A
         own = Step(tokens.astype(jnp.int32), zeros[0], starts, zeros, counts)
         x, cache, _ = forward(model, leaves, cache, own, alone)
         known = ((tokens >= 0) & (tokens < model.cfg.vocab)).all(axis=1)
-        logits = model.ends.bind(leaves.ends).logits(x)
+        logits = model.ends.bind(leaves.ends).logits(x, leaves.vocab)
         return jnp.where((written & known)[:, None, None], logits, jnp.nan), cache
 
     return step

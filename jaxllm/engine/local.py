@@ -169,7 +169,7 @@ def head_logits(ends: Ends, x: Array, at: Array, vocab: Array, top: int) -> Arra
     vocab int32 [2]: the device's first row and how many it has (a slice may be padded past them).
     top 0: all of them [N, J, rows]; otherwise the `top` largest, ids of the whole vocabulary.
     """
-    logits = ends.logits(jnp.take_along_axis(x, at[:, :, None], axis=1))
+    logits = ends.logits(jnp.take_along_axis(x, at[:, :, None], axis=1), vocab)
     if top == 0:
         return logits
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab[1], logits, -jnp.inf)

@@ -355,6 +355,7 @@ class ModelConfig:
     whole_ctx: int = 0  # positions within which sparse attention leaves none out; 0: see layers
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    drawn: int = 0  # tokens, of which those after so many are never drawn; 0: there are none
     unused: tuple[str, ...] = ()  # ends of names of tensors that a file may have for nothing
     drafts: int = 0  # further layers of a file, that only predict tokens ahead
     draft: Draft | None = None  # the first of them, where it can be used

@@ -22,6 +22,7 @@ from jaxllm.models.routing import Routing
 from jaxllm.models.scaled import granite_layers, granite_model
 
 CHANNELS = 32  # that go to one device together, where the width allows
+MINIMAX_TOKENS = 200032  # of the model's 200064 rows, whatever a file says (as in llama.cpp)
 
 
 def _mamba(meta: Metadata, tensors: Tensors, layer: int) -> Mamba2:
@@ -142,7 +143,7 @@ def _nemotron_h(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 def _minimax(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Lightning attention in all but every eighth layer. Each half adds to some times what it has
-    read, which is normalised, not to the residual."""
+    read, which is normalised, not to the residual. Rows after the last token are of no use."""
     scale = meta.require("residual_scale", float)
     layers = read_layer(meta, tensors, "halves", routing=Routing(), read_residual=scale)
     linear = linear_layers(meta, len(layers), interval=8)
@@ -152,7 +153,7 @@ def _minimax(meta: Metadata, tensors: Tensors) -> ModelConfig:
         else own
         for own, is_linear in zip(layers, linear, strict=True)
     ]
-    return read_model(meta, tensors, layers)
+    return read_model(meta, tensors, layers, drawn=MINIMAX_TOKENS)
 
 
 def _lfm2(meta: Metadata, tensors: Tensors) -> ModelConfig:
