@@ -45,7 +45,7 @@ _NEVER_QUANTISED = (
 
 
 @cache
-def _read(spec_path: Path) -> dict[str, Any]:
+def read(spec_path: Path) -> dict[str, Any]:
     return json.loads(gzip.decompress(spec_path.read_bytes()))
 
 
@@ -61,7 +61,7 @@ def architectures() -> dict[str, str]:
     if SHARED is None:
         return {}
     names = sorted(path.stem for path in (SHARED / "archs" / "refs").glob("*.npz"))
-    return {name: _read(spec_path(name))["architecture"] for name in names}
+    return {name: read(spec_path(name))["architecture"] for name in names}
 
 
 def _fill(model: str, tensor: dict[str, Any]) -> np.ndarray:
@@ -105,7 +105,16 @@ def _quantisable(name: str, values: np.ndarray) -> bool:
 def write(spec_path: Path, quantised: bool = False) -> Path:
     """The GGUF file of a spec, in the package's cache folder, with its matrices as Q8_0 if
     `quantised`. The checksum of its values is verified."""
-    spec = _read(spec_path)
+    return write_spec(read(spec_path), quantised)
+
+
+def tensors(spec: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Every tensor of a spec by its name."""
+    return {tensor["name"]: _fill(spec["name"], tensor) for tensor in spec["tensors"]}
+
+
+def write_spec(spec: dict[str, Any], quantised: bool = False) -> Path:
+    """As `write`, of a spec that has been read."""
     kind = "-Q8_0" if quantised else ""
     path = cache_root() / "test-models" / f"{spec['name']}{kind}-{spec['sha256'][:16]}.gguf"
     if path.exists():

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.sparse import Kept, keep_best
-from jaxllm.models.config import LayerConfig
+from jaxllm.cache.blocks import KeptBlocks
+from jaxllm.cache.sparse import Kept
+from jaxllm.models.config import BlockIndexer, LayerConfig
 from jaxllm.models.layers import Array, precision_of
 
 TILE = 128  # queries of a chunk that are folded together over the chunk's own keys
@@ -37,7 +38,8 @@ class Carry(NamedTuple):
     l: Array  # noqa: E741
     acc: Array
     slopes: Array | None = None
-    kept: Kept | None = None  # in the place of all these, where an indexer chooses keys
+    # In the place of all these, where an indexer chooses keys or blocks of them.
+    kept: Kept | KeptBlocks | None = None
 
 
 class Seen(NamedTuple):
@@ -69,10 +71,11 @@ def start_carry(
 def attend_block(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, seen: Seen) -> Carry:
     """Fold one block into the carry.
 
-    q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] in q's type.
+    q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] in q's type. A layer that chooses blocks
+    of keys is given whole ones.
     """
     if carry.kept is not None:
-        return carry._replace(kept=keep_best(cfg, carry.kept, k, seen.visible))
+        return carry._replace(kept=carry.kept.fold(cfg, q, k, v, seen))
     exact = precision_of(q)
     product = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
 
@@ -108,7 +111,7 @@ def finish(carry: Carry, dtype: jnp.dtype) -> Array:
 def decode_block(cfg: LayerConfig, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Stored keys and values [..., row] as q's type [..., H] and [..., Hv]."""
     types = cfg.cache
-    k = types.k.decode(k, cfg.k_dim, q.dtype)
+    k = types.k.decode(k, cfg.k_stored, q.dtype)
     if cfg.latent is not None:
         return k, k[..., cfg.k_dim - cfg.v_dim :]
     return k, types.v.decode(v, cfg.v_dim, q.dtype)
@@ -156,7 +159,7 @@ class Ring(NamedTuple):
 
 def empty_ring(cfg: LayerConfig, shape: tuple[int, ...], where: Any) -> Ring:
     """A zeroed ring of `shape` [..., B, K, C] with the sharding `where`."""
-    parts = (cfg.cache.k, cfg.k_dim), (cfg.cache.v, cfg.v_stored)
+    parts = (cfg.cache.k, cfg.k_stored), (cfg.cache.v, cfg.v_stored)
     return Ring(*(jnp.zeros((*shape, t.row(dim)), t.dtype, device=where) for t, dim in parts))
 
 
@@ -226,9 +229,8 @@ def attend_ring(
     if cfg.window is not None:
         oldest = jnp.maximum(positions.min() - cfg.window + 1, 0) // block
     floor = jnp.zeros((rows,), jnp.int32)
-    alone = (
-        cfg.causal and rows == 1 and chunk > TILE
-    )  # then the chunk itself is folded as a triangle
+    alone = cfg.causal and rows == 1 and chunk > TILE  # then it is itself folded as a triangle
+    alone &= not isinstance(cfg.indexer, BlockIndexer)  # whose blocks a tile could cut
     ends = positions[:, :1] if alone else positions[:, -1:] + 1
 
     def fold(i: Array, carry: Carry) -> Carry:
@@ -371,5 +373,5 @@ def split_page(cfg: LayerConfig, pages: tuple[Any, ...]) -> tuple[Any, Any]:
     """The inverse of `join_page`."""
     if len(pages) == 2:
         return pages[0], pages[1]
-    row = cfg.cache.k.row(cfg.k_dim)
+    row = cfg.cache.k.row(cfg.k_stored)
     return pages[0][..., :row], pages[0][..., row:]

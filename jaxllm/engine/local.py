@@ -21,10 +21,11 @@ from jaxllm.cache.attention import (
     start_carry,
     write_ring,
 )
-from jaxllm.cache.sparse import attend_kept, nothing_kept
+from jaxllm.cache.blocks import no_blocks
+from jaxllm.cache.sparse import no_keys
 from jaxllm.cache.types import rotate
 from jaxllm.models.block import Block, Ends, Midway
-from jaxllm.models.config import LayerConfig
+from jaxllm.models.config import BlockIndexer, LayerConfig
 from jaxllm.models.layers import Array, Heads
 
 
@@ -86,8 +87,11 @@ def begin_attention(
         q = rotate(q).astype(q.dtype)
     kept = None
     if cfg.indexer is not None and v is not None:
-        kept = nothing_kept(cfg, v, q.dtype)
-        v = v[..., :0]
+        v, asks = jnp.split(v, [cfg.v_stored], axis=-1)
+        if isinstance(cfg.indexer, BlockIndexer):
+            kept = no_blocks(cfg, asks, q.shape[3])
+        else:
+            kept = no_keys(cfg, asks, q.dtype)
     if ring is not None and k is not None and v is not None:
         k = rotate(k) if cfg.cache.rotate_k else k
         v = rotate(v) if cfg.cache.rotate_v else v
@@ -101,7 +105,7 @@ def begin_attention(
 def end_attention(block: Block, cfg: LayerConfig, carry: Carry, q: Array, x: Array) -> Array:
     """This device's partial [N, T, D] from queries, their carry of all blocks and the residual."""
     if carry.kept is not None:
-        carry = Carry(*attend_kept(cfg, carry.kept, q))
+        carry = Carry(*carry.kept.attend(cfg, q))
     if not cfg.cache.rotate_v:
         return block.after_attention(finish(carry, x.dtype), x)
     turned = finish(carry, jnp.dtype(jnp.float32))

@@ -162,6 +162,19 @@ class Indexer:
 
 
 @dataclass(frozen=True)
+class BlockIndexer:
+    """Of the blocks of `size` keys that the queries of a KV group see, they attend to the `top`
+    ones whose best key the group's own index query scores best (see `jaxllm.models.indexer`),
+    always to the `local` newest ones; a position's index key stands after its key."""
+
+    dim: int  # of index queries and keys
+    size: int
+    top: int
+    local: int
+    rope: Rope | None
+
+
+@dataclass(frozen=True)
 class AltUp:
     """Several residual streams of which a layer computes one and predicts the others (Baykal et al.
     2023), and a low-rank way around attention; see `jaxllm.models.gemma3n`."""
@@ -248,7 +261,7 @@ class LayerConfig:
     mlp_bare: bool = False  # no tensors: what the MLP would read goes through the activation alone
     mlp_scales: bool = False  # activations are divided by the tensor ffn.act.scales
     experts: Experts | None = None  # None for a dense layer
-    indexer: Indexer | None = None
+    indexer: Indexer | BlockIndexer | None = None
     latent: Latent | None = None  # keys and values are one latent vector
     recurrent: Recurrent | None = None  # a mixer with a state; where kv_heads is 0 the only one
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
@@ -289,6 +302,11 @@ class LayerConfig:
         return self.k_dim * (2 if self.gated_q else 1)
 
     @property
+    def k_stored(self) -> int:
+        """Values of a head's K that the cache stores."""
+        return self.k_dim + (self.indexer.dim if isinstance(self.indexer, BlockIndexer) else 0)
+
+    @property
     def v_stored(self) -> int:
         """Values of a head's V that the cache stores beside K."""
         return self.v_dim if self.latent is None else 0
@@ -302,7 +320,9 @@ class LayerConfig:
     def in_context(self, ctx: int) -> LayerConfig:
         """This layer for a context of so many positions."""
         indexer = self.indexer
-        if indexer is not None:
+        if isinstance(indexer, BlockIndexer):
+            indexer = replace(indexer, top=min(indexer.top, -(-ctx // indexer.size)))
+        elif indexer is not None:
             indexer = replace(indexer, top_k=min(indexer.top_k, ctx))
         rope = self.rope and self.rope.in_context(ctx)
         return replace(self, rope=rope, indexer=indexer)
@@ -352,7 +372,6 @@ class ModelConfig:
     kept: int = 0  # residuals of layers that go beside the newest: see `models.kept`
     positions: int = 0  # rows of a learned position embedding; 0 for none
     block_layers: int = 1  # layers that the tensors of one block of a file make
-    whole_ctx: int = 0  # positions within which sparse attention leaves none out; 0: see layers
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     drawn: int = 0  # tokens, of which those after so many are never drawn; 0: there are none
@@ -416,12 +435,6 @@ class ModelConfig:
                 f"a context (-c) of {ctx} is longer than the {self.positions} positions that "
                 f"{self.architecture} has learned; give -c {self.positions} or less"
             )
-        if 0 < self.whole_ctx < ctx:
-            raise ModelError(
-                f"a context (-c) of {ctx} is longer than the {self.whole_ctx} positions of which "
-                f"{self.architecture} attends to all, and choosing blocks among more is not "
-                f"supported; give -c {self.whole_ctx} or less"
-            )
         return replace(self, layers=tuple(layer.in_context(ctx) for layer in self.layers))
 
     def shape(self, mlp_block: int = 32) -> ModelShape:
@@ -431,7 +444,7 @@ class ModelConfig:
                 LayerShape(
                     kv_heads=layer.kv_heads,
                     q_per_kv=layer.q_per_kv,
-                    k_dim=layer.k_dim,
+                    k_dim=layer.k_stored,
                     v_dim=layer.v_dim,
                     mlp=layer.mlp,
                     mlp_block=mlp_block,

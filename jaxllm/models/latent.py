@@ -28,7 +28,7 @@ class LatentQKV(nnx.Module):
         assert latent is not None
         self.cfg, width = cfg, latent.q_rank
         self.indexer = None if cfg.indexer is None else Indexer(cfg, embed, dtype)
-        beside = 0 if cfg.indexer is None else cfg.indexer.dim
+        beside = 0 if self.indexer is None else self.indexer.cfg.dim
         rope = cfg.k_dim - cfg.v_dim - beside
         axes = ("latent", "embed")
         source, norm = ("attn_q_a.weight",), "attn_q_a_norm.weight"

@@ -7,7 +7,16 @@ from typing import Any
 
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
-from jaxllm.models.config import SANDWICH, Experts, Latent, Norms, NormStyle, Rope, Temperature
+from jaxllm.models.config import (
+    SANDWICH,
+    BlockIndexer,
+    Experts,
+    Latent,
+    Norms,
+    NormStyle,
+    Rope,
+    Temperature,
+)
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.early import EarlyBlock
 from jaxllm.models.gemma4 import Gemma4Block
@@ -140,11 +149,18 @@ def _recurrent() -> ModelConfig:
     return model_config(layers)
 
 
+def blocks(size: int) -> ModelConfig:
+    """In one of two layers each KV group attends to the three best blocks of so many keys."""
+    layer = layer_config(8, 2, 16, mlp=211)
+    indexer = BlockIndexer(dim=8, size=size, top=3, local=1, rope=replace(HALVES, dim=8))
+    return model_config([layer, replace(layer, indexer=indexer)])
+
+
 GROUPED = _mixture(groups=4, groups_used=2, scale=2.5, biases=True, shared_gate=True)
 WARMER = Temperature(every=8, scale=0.5, offset=1)
 EARLY = _mixture(scores="softmax", shared_suffix="", reads="norm")
 # The numpy pass of `naive` does not know these; unit/models/test_layers.py has their parts.
-SWITCHES = ("heads-normed", "biased", "shared", "recurrent")
+SWITCHES = ("heads-normed", "biased", "shared", "recurrent", "blocks")
 
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
@@ -157,6 +173,7 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "biased": (DecoderBlock, _biased()),
     "shared": (Gemma4Block, _shared()),
     "recurrent": (DecoderBlock, _recurrent()),
+    "blocks": (DecoderBlock, blocks(4)),
     "sinks": (DecoderBlock, with_layers(_windows(24), sinks=True, out_factor=0.5)),
     "chunks": (DecoderBlock, with_layers(_windows(24), chunked=True, temperature=WARMER)),
     "latent": (DecoderBlock, _latent()),

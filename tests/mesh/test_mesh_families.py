@@ -8,8 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mesh_models import MODELS, SWITCHES
+from jaxllm import OptionError
+from mesh_models import MODELS, SWITCHES, blocks
 from support import (
+    PAGE,
     PLACES,
     Trace,
     assert_close,
@@ -112,6 +114,11 @@ def test_fused_over_more_devices(name: str, devices: int):
     llm = make_llm(model, block=block, engine="fused", tensor_split=WEIGHTS[devices], **cut)
     found = run(llm, random_ids(PROMPT), random_ids(STEPS, seed=1))
     assert_close(found.logits, _alone(name).logits, 2.5e-11, f"{name}: fused")
+
+
+def test_pages_hold_whole_blocks_of_keys():
+    with pytest.raises(OptionError, match=f"page is {PAGE}; random chooses blocks of 32 keys"):
+        make_llm(blocks(32))
 
 
 def test_factors_on_a_device_without_work():
