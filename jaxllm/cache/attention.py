@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.blocks import KeptBlocks
-from jaxllm.cache.sparse import Kept
+from jaxllm.cache.sparse import Followed, Kept
 from jaxllm.models.config import BlockIndexer, LayerConfig
 from jaxllm.models.layers import Array, precision_of
 
@@ -39,14 +39,16 @@ class Carry(NamedTuple):
     acc: Array
     slopes: Array | None = None
     # In the place of all these, where an indexer chooses keys or blocks of them.
-    kept: Kept | KeptBlocks | None = None
+    kept: Kept | Followed | KeptBlocks | None = None
 
 
 class Seen(NamedTuple):
-    """What queries see of a block [N, T, P], and how far away its keys are (float32)."""
+    """What queries see of a block [N, T, P], how far away its keys are (float32), and the positions
+    of these [N, P]."""
 
     visible: Array
     distance: Array
+    keys: Array
 
 
 def start_carry(
@@ -136,7 +138,7 @@ def visible_positions(
         visible &= q_pos - k_pos < cfg.window
         if cfg.chunked:
             visible &= k_pos >= q_pos // cfg.window * cfg.window
-    return Seen(visible, (q_pos - k_pos).astype(jnp.float32))
+    return Seen(visible, (q_pos - k_pos).astype(jnp.float32), k_positions)
 
 
 class Ring(NamedTuple):
@@ -249,7 +251,8 @@ def attend_ring(
     carry = jax.lax.fori_loop(oldest, -(-ends.max() // block), fold, carry)
     if alone:
         k, v = ring_block(ring, row, 1, positions[:, 0], chunk)
-        carry = attend_itself(cfg, carry, q, *decode_block(cfg, q, k, v))
+        keys = decode_block(cfg, q, k, v)
+        carry = attend_itself(cfg, carry, q, *keys, start=positions[0, 0])
     return carry
 
 
@@ -284,14 +287,16 @@ def attend_span(
     return attend_block(cfg, carry, q, *decode_block(cfg, q, k, v), seen)
 
 
-def attend_itself(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array) -> Carry:
-    """Fold the keys [N, K, T, H] and values of the queries' own chunk, a tile of queries at a time
-    over the keys that it sees: half of the square."""
+def attend_itself(
+    cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, start: Array
+) -> Carry:
+    """Fold the keys [N, K, T, H] and values of the queries' own chunk, from position `start` on, a
+    tile of queries at a time over the keys that it sees: half of the square."""
     tiles = []
     for first in range(0, q.shape[3], TILE):
         last = min(first + TILE, q.shape[3])
         oldest = 0 if cfg.window is None else max(0, first - cfg.window + 1) // TILE * TILE
-        q_pos, k_pos = jnp.arange(first, last)[None], jnp.arange(oldest, last)[None]
+        q_pos, k_pos = (start + jnp.arange(i, last)[None] for i in (first, oldest))
         seen = visible_positions(cfg, q_pos, k_pos, jnp.zeros((1,), jnp.int32))
         part = jax.tree.map(lambda c, a=first, b=last: c[:, :, :, a:b], carry)
         keys = slice(oldest, last)

@@ -66,6 +66,11 @@ class KeptBlocks(NamedTuple):
         weights = jnp.exp(self.m - m[..., None])
         return m, (self.l * weights).sum(axis=-1), (self.acc * weights[..., None]).sum(axis=-2)
 
+    @property
+    def small(self) -> Array:
+        """What a fold changes, at its smallest: [N, K, 1, T]."""
+        return self.scores[..., 0]
+
 
 def no_blocks(cfg: LayerConfig, asks: Array, q_per_kv: int) -> KeptBlocks:
     """Where a fold begins, of what is asked [N, T, K, Hi]."""

@@ -15,12 +15,13 @@ from jaxllm.engine.local import (
     Step,
     begin_attention,
     begin_recurrent,
+    choice,
     end_attention,
     run_recurrent,
 )
 from jaxllm.errors import OptionError
 from jaxllm.models.block import BlockDef
-from jaxllm.models.config import LayerConfig
+from jaxllm.models.config import Follower, LayerConfig
 from jaxllm.models.layers import Array
 from jaxllm.models.weights import Leaves, LocalModel
 
@@ -35,12 +36,13 @@ class Cache(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a layer has of all rows: its own ring, the ring that it reads instead of one, its state;
-    None for what it has not."""
+    """What a layer has of all rows: its own ring, the ring that it reads instead of one, its state,
+    and the choice of an earlier layer or, afterwards, its own; None for what it has not."""
 
     ring: Ring | None
     other: Ring | None
     state: State | None
+    chosen: Array | None
 
 
 class Kind(NamedTuple):
@@ -64,8 +66,8 @@ def _layer(
     """
     definition, cfg, total, span, keep = kind
     block, parts = definition.bind(values), []
-    ring, other, state = held
-    earlier = None
+    ring, other, state, chosen = held
+    earlier = made = None
     if state is not None and cfg.recurrent is not None:
         midway = None
         if cfg.recurrent.summed:
@@ -77,7 +79,7 @@ def _layer(
         heads = block.project(x)
         squares = block.head_squares(heads)
         squares = None if squares is None else total(squares)
-        q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step)
+        q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step, chosen)
         read_from = ring if other is None else other
         assert read_from is not None
         at = step.seen_from(cfg)
@@ -85,6 +87,7 @@ def _layer(
             carry = attend_ring(cfg, carry, q, read_from, step.row, at)
         else:
             carry = attend_span(cfg, carry, q, read_from, step.row, at, span)
+        made = choice(cfg, carry)
         parts.append(end_attention(block, cfg, carry, q, x))
     if parts:
         x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
@@ -94,7 +97,7 @@ def _layer(
         begun, part = block.begin_mlp(read)
         part = None if part is None else total(part)
         x = block.join_mlp(x, total(block.end_mlp(begun, part)))
-    return x, Held(ring, None, state), earlier
+    return x, Held(ring, None, state, made), earlier
 
 
 def forward(
@@ -118,17 +121,20 @@ def forward(
     rings: dict[int, Ring] = dict(zip(model.cfg.cached, cache.rings, strict=True))
     states: dict[int, State] = dict(zip(model.cfg.stateful, cache.states, strict=True))
     earlier: list[State] = []
+    chosen = None
     for index, (definition, cfg, values, owner) in enumerate(
         zip(model.blocks, model.cfg.layers, leaves.layers, model.cfg.owners, strict=True)
     ):
         other = rings[owner] if cfg.kv_heads and not cfg.owns_cache else None
-        held = Held(rings.get(index), other, states.get(index))
+        follows = isinstance(cfg.indexer, Follower)
+        held = Held(rings.get(index), other, states.get(index), chosen if follows else None)
         kind = Kind(definition, cfg, total, span, keep)
         x, held, fewer = _layer(kind, values, x, held, step)
         if held.ring is not None:
             rings[index] = held.ring
         if held.state is not None:
             states[index] = held.state
+        chosen = chosen if held.chosen is None else held.chosen
         if fewer is not None:
             earlier.append(fewer)
     return x, Cache(tuple(rings.values()), tuple(states.values())), tuple(earlier)

@@ -22,10 +22,10 @@ from jaxllm.cache.attention import (
     write_ring,
 )
 from jaxllm.cache.blocks import no_blocks
-from jaxllm.cache.sparse import no_keys
+from jaxllm.cache.sparse import Kept, no_followed, no_keys
 from jaxllm.cache.types import rotate
 from jaxllm.models.block import Block, Ends, Midway
-from jaxllm.models.config import BlockIndexer, LayerConfig
+from jaxllm.models.config import BlockIndexer, Follower, Indexer, LayerConfig
 from jaxllm.models.layers import Array, Heads
 
 
@@ -79,9 +79,10 @@ def begin_attention(
     squares: Array | None,
     ring: Ring | None,
     step: Step,
+    chosen: Array | None,
 ) -> tuple[Array, Carry, Ring | None]:
     """Queries [N, K, G, T, H] with a fresh carry; keys and values, where the layer has any, written
-    to its ring."""
+    to its ring. `chosen` is what the last indexer before has, for a layer that follows it."""
     q, k, v = block.before_attention(heads, squares, step.positions)
     if cfg.cache.rotate_k:
         q = rotate(q).astype(q.dtype)
@@ -90,6 +91,9 @@ def begin_attention(
         v, asks = jnp.split(v, [cfg.v_stored], axis=-1)
         if isinstance(cfg.indexer, BlockIndexer):
             kept = no_blocks(cfg, asks, q.shape[3])
+        elif isinstance(cfg.indexer, Follower):
+            assert chosen is not None
+            kept = no_followed(cfg, chosen, q.shape[2], q.dtype)
         else:
             kept = no_keys(cfg, asks, q.dtype)
     if ring is not None and k is not None and v is not None:
@@ -100,6 +104,12 @@ def begin_attention(
     slopes = None if block.slopes is None else block.slopes[...] / cfg.scale
     sinks = None if block.sinks is None else block.sinks[...]
     return q, start_carry(q, cfg.v_dim, slopes, sinks)._replace(kept=kept), ring
+
+
+def choice(cfg: LayerConfig, carry: Carry) -> Array | None:
+    """What the layer has chosen, where a later one follows it."""
+    followed = isinstance(cfg.indexer, Indexer) and cfg.indexer.followed
+    return carry.kept.chosen if followed and isinstance(carry.kept, Kept) else None
 
 
 def end_attention(block: Block, cfg: LayerConfig, carry: Carry, q: Array, x: Array) -> Array:

@@ -159,6 +159,14 @@ class Indexer:
     top_k: int
     rope: Rope
     bias: bool  # of the norm of small keys
+    followed: bool = False  # by a layer that attends to what this one has chosen
+
+
+@dataclass(frozen=True)
+class Follower:
+    """Attends to the `top_k` keys that the last indexer of an earlier layer has chosen."""
+
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -261,7 +269,7 @@ class LayerConfig:
     mlp_bare: bool = False  # no tensors: what the MLP would read goes through the activation alone
     mlp_scales: bool = False  # activations are divided by the tensor ffn.act.scales
     experts: Experts | None = None  # None for a dense layer
-    indexer: Indexer | BlockIndexer | None = None
+    indexer: Indexer | Follower | BlockIndexer | None = None
     latent: Latent | None = None  # keys and values are one latent vector
     recurrent: Recurrent | None = None  # a mixer with a state; where kv_heads is 0 the only one
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)

@@ -13,6 +13,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.models import config
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.indexer import Indexer
 from jaxllm.models.layers import Array, HeadsOut, Norm, linear, matrix, param, precision_of
@@ -27,7 +28,8 @@ class LatentQKV(nnx.Module):
         latent = cfg.latent
         assert latent is not None
         self.cfg, width = cfg, latent.q_rank
-        self.indexer = None if cfg.indexer is None else Indexer(cfg, embed, dtype)
+        chooses = isinstance(cfg.indexer, config.Indexer)
+        self.indexer = Indexer(cfg, embed, dtype) if chooses else None
         beside = 0 if self.indexer is None else self.indexer.cfg.dim
         rope = cfg.k_dim - cfg.v_dim - beside
         axes = ("latent", "embed")

@@ -11,6 +11,8 @@ from jaxllm.models.config import (
     SANDWICH,
     BlockIndexer,
     Experts,
+    Follower,
+    Indexer,
     Latent,
     Norms,
     NormStyle,
@@ -115,6 +117,15 @@ def _latent() -> ModelConfig:
     return model_config([layer] * 2)
 
 
+def _sparse() -> ModelConfig:
+    """The first layer chooses six keys, and the second attends to those too."""
+    plain, _ = _latent().layers
+    assert plain.rope is not None
+    indexer = Indexer(heads=4, dim=8, top_k=6, rope=plain.rope, bias=True, followed=True)
+    first = replace(plain, indexer=indexer, k_dim=plain.k_dim + indexer.dim)
+    return model_config([first, replace(plain, indexer=Follower(indexer.top_k))])
+
+
 def _recurrent() -> ModelConfig:
     """Five groups of a delta net, in turns with gated attention, beside Mamba 2 in one layer; one
     layer has no MLP and one nothing else. Channels of Mamba 1, and heads of channels, whose devices
@@ -160,7 +171,7 @@ GROUPED = _mixture(groups=4, groups_used=2, scale=2.5, biases=True, shared_gate=
 WARMER = Temperature(every=8, scale=0.5, offset=1)
 EARLY = _mixture(scores="softmax", shared_suffix="", reads="norm")
 # The numpy pass of `naive` does not know these; unit/models/test_layers.py has their parts.
-SWITCHES = ("heads-normed", "biased", "shared", "recurrent", "blocks")
+SWITCHES = ("heads-normed", "biased", "shared", "recurrent", "blocks", "sparse")
 
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
@@ -174,6 +185,7 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "shared": (Gemma4Block, _shared()),
     "recurrent": (DecoderBlock, _recurrent()),
     "blocks": (DecoderBlock, blocks(4)),
+    "sparse": (DecoderBlock, _sparse()),
     "sinks": (DecoderBlock, with_layers(_windows(24), sinks=True, out_factor=0.5)),
     "chunks": (DecoderBlock, with_layers(_windows(24), chunked=True, temperature=WARMER)),
     "latent": (DecoderBlock, _latent()),

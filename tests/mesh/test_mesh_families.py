@@ -141,6 +141,11 @@ def test_whole_layers():
     _check("gemma3", devices=2, split_mode="layer")
 
 
+def test_a_choice_of_keys_goes_with_the_layers():
+    """The layer that follows it is on another device."""
+    _check("sparse", devices=2, split_mode="layer")
+
+
 def test_layers_on_chosen_devices():
     """A device without a layer holds nothing and is sent nothing."""
     trace = _check("llama", devices=3, split_mode="layer", tensor_split="1,0,1")
@@ -171,6 +176,7 @@ def test_roundings(rounding: str, dither: bool):
         *[("one-of-8", 1, 2, False), ("one-of-8", 1, 4, True)],
         ("three-of-4", 3, 4, True),
         *[("latent", 1, 2, False), ("latent", 1, 2, True)],
+        ("sparse", 1, 2, True),
     ],
 )
 def test_few_heads(name: str, heads: int, devices: int, replicate: bool):

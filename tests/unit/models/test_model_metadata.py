@@ -10,6 +10,7 @@ import pytest
 
 from jaxllm import ModelConfig, ModelError
 from jaxllm.gguf.metadata import Metadata
+from jaxllm.models.config import Follower
 from jaxllm.models.registry import family
 
 SIZES = {
@@ -107,3 +108,25 @@ def test_rwkv6_halves_the_residual_after_every_second_block():
         configured("rwkv6", **sizes)
     with pytest.raises(ModelError, match="heads of 60"):
         configured("rwkv6", tensors, **sizes | dict(wkv__head_size=60))
+
+
+def test_glm_dsa_says_which_layers_choose_keys():
+    sizes = dict(block_count=12, attention__head_count_kv=1, rope__dimension_count=32)
+    sizes |= dict(attention__key_length=96, attention__value_length=64)
+    sizes |= dict(attention__key_length_mla=64, attention__value_length_mla=32)
+    sizes |= dict(attention__kv_lora_rank=64, attention__q_lora_rank=48)
+    sizes |= {f"attention__indexer__{k}": n for k, n in dict(head_count=2, key_length=32).items()}
+    sizes |= dict(attention__indexer__top_k=8)
+
+    def follow(**keys: Any) -> list[int]:
+        layers = configured("glm-dsa", **sizes, **keys).layers
+        followed = [i for i, c in enumerate(layers) if getattr(c.indexer, "followed", False)]
+        after = [i for i, c in enumerate(layers) if isinstance(c.indexer, Follower)]
+        assert followed == [i - 1 for i in after if i - 1 not in after]
+        return after
+
+    assert follow(context_length=1 << 17) == []
+    assert follow(context_length=1 << 20) == [3, 4, 5, 7, 8, 9, 11]
+    assert follow(attention__indexer__types=[1, 0] * 6) == [1, 3, 5, 7, 9, 11]
+    with pytest.raises(ModelError, match="the first layer of glm-dsa has no indexer"):
+        follow(attention__indexer__types=[0] * 12)
