@@ -130,3 +130,17 @@ def test_glm_dsa_says_which_layers_choose_keys():
     assert follow(attention__indexer__types=[1, 0] * 6) == [1, 3, 5, 7, 9, 11]
     with pytest.raises(ModelError, match="the first layer of glm-dsa has no indexer"):
         follow(attention__indexer__types=[0] * 12)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "hint"),
+    [
+        ("t5", "an encoder before a decoder; use gemma3"),
+        ("gemma4-assistant", "a draft in a file of its own; use gemma4 without a draft"),
+        ("rwkv7", "the nearest that are: rwkv6"),
+        ("zzz", "docs/architectures.md has those that are"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_nearest(architecture: str, hint: str):
+    with pytest.raises(ModelError, match=f"architecture '{architecture}' is not supported.*{hint}"):
+        family(architecture)
