@@ -19,8 +19,9 @@ import numpy as np
 
 from jaxllm.cache.blocks import KeptBlocks
 from jaxllm.cache.sparse import Followed, Kept
-from jaxllm.models.config import BlockIndexer, LayerConfig
+from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, precision_of
+from jaxllm.models.parts import BlockIndexer
 
 TILE = 128  # queries of a chunk that are folded together over the chunk's own keys
 SMALLEST_SPAN = 512  # slots of a ring that one decode step folds at once

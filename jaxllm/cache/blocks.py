@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm.models.config import BlockIndexer, LayerConfig
+from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, precision_of
+from jaxllm.models.parts import BlockIndexer
 
 if TYPE_CHECKING:
     from jaxllm.cache.attention import Seen

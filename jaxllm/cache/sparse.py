@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm.models.config import Indexer, LayerConfig
+from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, precision_of
+from jaxllm.models.parts import Indexer
 
 if TYPE_CHECKING:
     from jaxllm.cache.attention import Seen

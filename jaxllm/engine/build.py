@@ -18,8 +18,9 @@ from jaxllm.engine.quantising import StoredTypes, keep_quantised
 from jaxllm.engine.staged import StagedEngine
 from jaxllm.errors import OptionError
 from jaxllm.models.block import Block, Kinds
-from jaxllm.models.config import BlockIndexer, Columns, LayerConfig, ModelConfig
+from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.layers import Device
+from jaxllm.models.parts import BlockIndexer
 from jaxllm.models.weights import (
     Leaves,
     LocalModel,

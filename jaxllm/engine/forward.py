@@ -21,8 +21,9 @@ from jaxllm.engine.local import (
 )
 from jaxllm.errors import OptionError
 from jaxllm.models.block import BlockDef
-from jaxllm.models.config import Follower, LayerConfig
+from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array
+from jaxllm.models.parts import Follower
 from jaxllm.models.weights import Leaves, LocalModel
 
 Total = Callable[[Array], Array]  # a device's partial -> the sum over devices

@@ -25,8 +25,9 @@ from jaxllm.cache.blocks import no_blocks
 from jaxllm.cache.sparse import Kept, no_followed, no_keys
 from jaxllm.cache.types import rotate
 from jaxllm.models.block import Block, Ends, Midway
-from jaxllm.models.config import BlockIndexer, Follower, Indexer, LayerConfig
+from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Heads
+from jaxllm.models.parts import BlockIndexer, Follower, Indexer
 
 
 class Step(NamedTuple):

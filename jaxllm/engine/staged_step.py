@@ -11,8 +11,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxllm.engine.local import State
 from jaxllm.engine.stages import Queries, StageIn, attend, embed, stage
-from jaxllm.models.config import Follower
 from jaxllm.models.layers import Array, Heads
+from jaxllm.models.parts import Follower
 from sharding import exchange
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models import config
+from jaxllm.models import parts
 from jaxllm.models.block import Block, Midway
 from jaxllm.models.config import Columns, LayerConfig
 from jaxllm.models.experts import feed_forward
@@ -64,7 +64,7 @@ class DecoderBlock(Block):
         self.qkv, self.out = (
             attention(cfg, kv_heads, embed, dtype) if cfg.kv_heads else (None, None)
         )
-        chooses = isinstance(cfg.indexer, config.BlockIndexer)
+        chooses = isinstance(cfg.indexer, parts.BlockIndexer)
         self.indexer = BlockIndexer(cfg, kv_heads, embed, dtype) if chooses else None
         self.recurrent = mixer(cfg, columns.states, embed, dtype)
         self.head_norms = HeadNorms(cfg, kv_heads) if cfg.qk_norm else None

@@ -10,17 +10,10 @@ from math import log, sqrt
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import (
-    Follower,
-    Indexer,
-    Latent,
-    LayerConfig,
-    ModelConfig,
-    Pairs,
-    Temperature,
-)
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
+from jaxllm.models.parts import Follower, Indexer, Latent, Pairs, Temperature
 from jaxllm.models.routing import Routing
 
 

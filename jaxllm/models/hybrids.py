@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import LayerConfig, ModelConfig, Norms
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import (
     Family,
@@ -16,6 +16,7 @@ from jaxllm.models.family import (
     read_layer,
     read_model,
 )
+from jaxllm.models.parts import Norms
 from jaxllm.models.qwen35 import linear_layers
 from jaxllm.models.recurrent import Lightning, Mamba2, Selective, ShortConv
 from jaxllm.models.routing import Routing

@@ -14,9 +14,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models import config
-from jaxllm.models.config import LayerConfig, NormStyle
+from jaxllm.models import parts
+from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Norm, linear, matrix, param
+from jaxllm.models.parts import NormStyle
 from jaxllm.models.rope import RopeTable
 
 EPS = 1e-6  # of the norm of keys, which no file says
@@ -27,7 +28,7 @@ class Indexer(nnx.Module):
 
     def __init__(self, cfg: LayerConfig, embed: int, dtype: jnp.dtype):
         own, latent = cfg.indexer, cfg.latent
-        assert isinstance(own, config.Indexer) and latent is not None
+        assert isinstance(own, parts.Indexer) and latent is not None
         self.cfg, shape = own, (own.heads * own.dim, latent.q_rank)
         self.q = matrix(shape, ("latent", "latent"), ("indexer.attn_q_b.weight",), dtype)
         axes = ("latent", "embed")
@@ -61,7 +62,7 @@ class BlockIndexer(nnx.Module):
 
     def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
         own = cfg.indexer
-        assert isinstance(own, config.BlockIndexer)
+        assert isinstance(own, parts.BlockIndexer)
         self.cfg = own
         axes, name = ("kv_group", "head_rows", "embed"), "indexer.{}.weight".format
         shape = (kv_heads, own.dim, embed)

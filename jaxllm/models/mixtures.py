@@ -9,9 +9,10 @@ from math import sqrt
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import BlockIndexer, ModelConfig, Norms, Temperature
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
+from jaxllm.models.parts import BlockIndexer, Norms, Temperature
 from jaxllm.models.plain import plain
 from jaxllm.models.positions import pictured
 from jaxllm.models.routing import Routing, without_experts

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import ModelConfig, Norms
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
 from jaxllm.models.layers import Array
+from jaxllm.models.parts import Norms
 from jaxllm.models.recurrent import ChannelMix, TimeMix
 
 BIASES = ("attn_norm.bias", "attn_norm_2.bias")

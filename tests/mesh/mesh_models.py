@@ -7,7 +7,10 @@ from typing import Any
 
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
-from jaxllm.models.config import (
+from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.early import EarlyBlock
+from jaxllm.models.gemma4 import Gemma4Block
+from jaxllm.models.parts import (
     SANDWICH,
     BlockIndexer,
     Experts,
@@ -19,9 +22,6 @@ from jaxllm.models.config import (
     Rope,
     Temperature,
 )
-from jaxllm.models.decoder import DecoderBlock
-from jaxllm.models.early import EarlyBlock
-from jaxllm.models.gemma4 import Gemma4Block
 from jaxllm.models.recurrent import (
     ChannelMix,
     DeltaNet,

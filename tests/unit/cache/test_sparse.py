@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.cache.sparse import attend_kept, keep_best, nothing_kept
-from jaxllm.models.config import Indexer, Latent, Rope
+from jaxllm.models.parts import Indexer, Latent, Rope
 from support import layer_config
 
 TURNED, SMALL, LATENT, HEADS, TOP = 2, 4, 6, 3, 5

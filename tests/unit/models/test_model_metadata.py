@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm import ModelConfig, ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import Follower
+from jaxllm.models.parts import Follower
 from jaxllm.models.registry import family
 
 SIZES = {
