@@ -27,7 +27,8 @@ from jaxllm.errors import (
 if TYPE_CHECKING:
     from jaxllm.engine.sampling import Logprob, SamplingParams
     from jaxllm.llm import LLM
-    from jaxllm.models.config import LayerConfig, ModelConfig, Rope
+    from jaxllm.models.config import LayerConfig, ModelConfig
+    from jaxllm.models.parts import Rope
     from jaxllm.results import Completion, Piece
 
 __version__ = "0.1.0"
@@ -59,7 +60,7 @@ _LAZY = {
     "Logprob": "jaxllm.engine.sampling",
     "ModelConfig": "jaxllm.models.config",
     "Piece": "jaxllm.results",
-    "Rope": "jaxllm.models.config",
+    "Rope": "jaxllm.models.parts",
     "SamplingParams": "jaxllm.engine.sampling",
 }
 

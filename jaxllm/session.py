@@ -179,7 +179,7 @@ def _layer(layer: LayerConfig, k: np.ndarray, v: np.ndarray, first: int, cached:
     """Stored sides as a plan's heads; a ValueError where they are not what the layer stores."""
     types, heads = layer.cache, layer.kv_heads // layer.kv_repeat
     sides = []
-    for side, kind, dim in ((k, types.k, layer.k_dim), (v, types.v, layer.v_stored)):
+    for side, kind, dim in ((k, types.k, layer.k_stored), (v, types.v, layer.v_stored)):
         dtype = np.dtype(kind.dtype)
         if side.shape != (heads, cached - first, kind.row(dim)) or side.dtype != _stored(dtype):
             raise ValueError("a tensor is not what the layer stores")

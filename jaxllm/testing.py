@@ -21,8 +21,9 @@ import numpy as np
 from jaxllm.engine.staged import StagedEngine
 from jaxllm.llm import LLM
 from jaxllm.models.block import Block
-from jaxllm.models.config import LayerConfig, ModelConfig, Rope
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.parts import Rope
 from sharding import Mesh, Plan, TensorShape, ensure_devices
 from sharding.links import Link
 

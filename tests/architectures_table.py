@@ -22,7 +22,6 @@ import jax
 import numpy as np
 
 import architecture_results as kept
-import archs
 import parity
 from architecture_results import FLIP, SPLITS, Result
 from jaxllm import LLM, JaxllmError
@@ -31,7 +30,7 @@ from support import nmse
 
 def measure(name: str) -> Result:
     """All columns of a model. A plan that fails has its error as value."""
-    result: Result = {"model": name, "architecture": archs.architectures()[name]}
+    result: Result = {"model": name, "architecture": parity.spec(name)["architecture"]}
     of = parity.reference(name)
     try:
         one = parity.load_model(name)
@@ -82,7 +81,8 @@ def _quantised_cache(name: str, of: parity.Reference, one: LLM) -> Result:
     found = parity.run(parity.load_model(name, cache_type_k="q8_0", cache_type_v="q8_0"), of)
     if all(layer.experts is None for layer in one.config.layers):
         return {"q8_0": parity.error(found, of)}
-    logits = np.concatenate(found)
+    prompt, steps = found
+    logits = np.concatenate([prompt[parity.rows(of)], steps])
     expected = np.concatenate([of["logits"], *([of["greedy_logits"]] if len(found[1]) else [])])
     errors = np.sum((logits - expected) ** 2, -1) / np.sum(expected**2, -1)
     same = errors <= FLIP
@@ -91,7 +91,7 @@ def _quantised_cache(name: str, of: parity.Reference, one: LLM) -> Result:
 
 def _quantised_weights(name: str, of: parity.Reference) -> Result:
     """A file of Q8_0 with its weights as they are and dequantised."""
-    path, ctx = archs.write(archs.spec_path(name), quantised=True), parity.context(name)
+    path, ctx = parity.write(name, quantised=True), parity.context(name)
     held = parity.load(path, ctx=ctx, weights="quantised")
     notes = [note for note in held.plan.notes if "dequantised" in note]
     expected = _logits(parity.load(path, ctx=ctx), of)

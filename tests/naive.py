@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.models.block import Block
-from jaxllm.models.config import LayerConfig, ModelConfig, Rope
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.parts import Rope
 from jaxllm.models.sources import RandomSource
 from jaxllm.models.weights import slots, whole_model
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import archs
+import variants
 from jaxllm import LLM
 from jaxllm.models.registry import FAMILIES
 from support import feed, nmse, step
@@ -18,6 +19,7 @@ Reference = Mapping[str, np.ndarray]
 _CONTEXT = {"minicpm3-dense": 256, "phi3-dense": 256, "phimoe-moe": 256}
 # With tests of their own, as llama.cpp's logits are of something else than the file says: it
 # chooses blocks of keys with flash attention alone, and keys of equal scores as its heap has them.
+# In their place are variants.
 OTHERWISE = ("deepseek32-moe", "glm-dsa-moe", "minimax-m3-moe")
 # Pages and chunks far smaller than the prompt: it crosses them and the sliding windows.
 SMALL = dict(page=16, ubatch=32, group_pages=2)
@@ -36,11 +38,27 @@ UNEVEN = split("1,2", attn_split="2,1")
 def models() -> tuple[str, ...]:
     """The models that load and have references of what their files say."""
     known = (name for name, arch in archs.architectures().items() if arch in FAMILIES)
-    return tuple(name for name in known if name not in OTHERWISE)
+    changed = variants.VARIANTS if archs.SHARED else ()
+    return (*(name for name in known if name not in OTHERWISE), *changed)
+
+
+def spec(name: str) -> dict[str, Any]:
+    """What a model is made of."""
+    if name in variants.VARIANTS:
+        return variants.spec(name)
+    return archs.read(archs.spec_path(name))
+
+
+def write(name: str, quantised: bool = False) -> Path:
+    """The GGUF file of a model, with its matrices as Q8_0 if `quantised`."""
+    return archs.write_spec(spec(name), quantised)
 
 
 def reference(name: str) -> Reference:
-    """The logits of a model, those of an exact GELU where llama.cpp rounds its own."""
+    """The logits of a model, those of an exact GELU where llama.cpp rounds its own; those of
+    transformers for a variant."""
+    if name in variants.VARIANTS:
+        return variants.reference(name)
     assert archs.SHARED is not None
     with np.load(archs.SHARED / "archs" / "refs" / f"{name}.npz") as full:
         arrays = {key: full[key] for key in full.files if key != "meta"}
@@ -73,7 +91,7 @@ def load_model(name: str, **arguments: Any) -> LLM:
     """A model of the references. One that does not decode takes its prompt as a whole."""
     if "ubatch" in arguments and "greedy_ids" not in reference(name):
         arguments["ubatch"] = context(name)
-    return load(archs.write(archs.spec_path(name)), **({"ctx": context(name)} | arguments))
+    return load(write(name), **({"ctx": context(name)} | arguments))
 
 
 def latent(llm: LLM) -> bool:
@@ -97,11 +115,15 @@ def run(llm: LLM, of: Reference) -> tuple[np.ndarray, np.ndarray]:
         llm.engine.release(0)
 
 
+def rows(of: Reference) -> np.ndarray:
+    """The tokens of a prompt after which there are logits."""
+    return of.get("rows", np.arange(len(of["tokens"])))
+
+
 def error(found: tuple[np.ndarray, np.ndarray], of: Reference) -> float:
     """The larger NMSE of both parts of a run."""
     prompt, steps = found
-    rows = of.get("rows", np.arange(len(prompt)))
-    errors = [nmse(prompt[rows], of["logits"])]
+    errors = [nmse(prompt[rows(of)], of["logits"])]
     if len(steps):
         errors.append(nmse(steps, of["greedy_logits"]))
     return max(errors)

@@ -31,7 +31,8 @@ SHAPES = {
 
 def model_config(name: str) -> ModelConfig:
     """The configuration of a shape."""
-    from jaxllm.models.config import LayerConfig, ModelConfig, Rope
+    from jaxllm.models.config import LayerConfig, ModelConfig
+    from jaxllm.models.parts import Rope
 
     shape = SHAPES[name]
     layer = LayerConfig(

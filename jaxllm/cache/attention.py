@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.sparse import Kept, keep_best
+from jaxllm.cache.blocks import KeptBlocks
+from jaxllm.cache.sparse import Followed, Kept
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, precision_of
+from jaxllm.models.parts import BlockIndexer
 
 TILE = 128  # queries of a chunk that are folded together over the chunk's own keys
 SMALLEST_SPAN = 512  # slots of a ring that one decode step folds at once
@@ -38,14 +40,17 @@ class Carry(NamedTuple):
     l: Array  # noqa: E741
     acc: Array
     slopes: Array | None = None
-    kept: Kept | None = None  # in the place of all these, where an indexer chooses keys
+    # In the place of all these, where an indexer chooses keys or blocks of them.
+    kept: Kept | Followed | KeptBlocks | None = None
 
 
 class Seen(NamedTuple):
-    """What queries see of a block [N, T, P], and how far away its keys are (float32)."""
+    """What queries see of a block [N, T, P], how far away its keys are (float32), and the positions
+    of these [N, P]."""
 
     visible: Array
     distance: Array
+    keys: Array
 
 
 def start_carry(
@@ -70,10 +75,11 @@ def start_carry(
 def attend_block(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, seen: Seen) -> Carry:
     """Fold one block into the carry.
 
-    q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] in q's type.
+    q [N, K, G, T, H]; k [N, K, P, H] and v [N, K, P, Hv] in q's type. A layer that chooses blocks
+    of keys is given whole ones.
     """
     if carry.kept is not None:
-        return carry._replace(kept=keep_best(cfg, carry.kept, k, seen.visible))
+        return carry._replace(kept=carry.kept.fold(cfg, q, k, v, seen))
     exact = precision_of(q)
     product = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
 
@@ -109,7 +115,7 @@ def finish(carry: Carry, dtype: jnp.dtype) -> Array:
 def decode_block(cfg: LayerConfig, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Stored keys and values [..., row] as q's type [..., H] and [..., Hv]."""
     types = cfg.cache
-    k = types.k.decode(k, cfg.k_dim, q.dtype)
+    k = types.k.decode(k, cfg.k_stored, q.dtype)
     if cfg.latent is not None:
         return k, k[..., cfg.k_dim - cfg.v_dim :]
     return k, types.v.decode(v, cfg.v_dim, q.dtype)
@@ -134,7 +140,7 @@ def visible_positions(
         visible &= q_pos - k_pos < cfg.window
         if cfg.chunked:
             visible &= k_pos >= q_pos // cfg.window * cfg.window
-    return Seen(visible, (q_pos - k_pos).astype(jnp.float32))
+    return Seen(visible, (q_pos - k_pos).astype(jnp.float32), k_positions)
 
 
 class Ring(NamedTuple):
@@ -157,7 +163,7 @@ class Ring(NamedTuple):
 
 def empty_ring(cfg: LayerConfig, shape: tuple[int, ...], where: Any) -> Ring:
     """A zeroed ring of `shape` [..., B, K, C] with the sharding `where`."""
-    parts = (cfg.cache.k, cfg.k_dim), (cfg.cache.v, cfg.v_stored)
+    parts = (cfg.cache.k, cfg.k_stored), (cfg.cache.v, cfg.v_stored)
     return Ring(*(jnp.zeros((*shape, t.row(dim)), t.dtype, device=where) for t, dim in parts))
 
 
@@ -227,9 +233,8 @@ def attend_ring(
     if cfg.window is not None:
         oldest = jnp.maximum(positions.min() - cfg.window + 1, 0) // block
     floor = jnp.zeros((rows,), jnp.int32)
-    alone = (
-        cfg.causal and rows == 1 and chunk > TILE
-    )  # then the chunk itself is folded as a triangle
+    alone = cfg.causal and rows == 1 and chunk > TILE  # then it is itself folded as a triangle
+    alone &= not isinstance(cfg.indexer, BlockIndexer)  # whose blocks a tile could cut
     ends = positions[:, :1] if alone else positions[:, -1:] + 1
 
     def fold(i: Array, carry: Carry) -> Carry:
@@ -248,7 +253,8 @@ def attend_ring(
     carry = jax.lax.fori_loop(oldest, -(-ends.max() // block), fold, carry)
     if alone:
         k, v = ring_block(ring, row, 1, positions[:, 0], chunk)
-        carry = attend_itself(cfg, carry, q, *decode_block(cfg, q, k, v))
+        keys = decode_block(cfg, q, k, v)
+        carry = attend_itself(cfg, carry, q, *keys, start=positions[0, 0])
     return carry
 
 
@@ -283,14 +289,16 @@ def attend_span(
     return attend_block(cfg, carry, q, *decode_block(cfg, q, k, v), seen)
 
 
-def attend_itself(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array) -> Carry:
-    """Fold the keys [N, K, T, H] and values of the queries' own chunk, a tile of queries at a time
-    over the keys that it sees: half of the square."""
+def attend_itself(
+    cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, start: Array
+) -> Carry:
+    """Fold the keys [N, K, T, H] and values of the queries' own chunk, from position `start` on, a
+    tile of queries at a time over the keys that it sees: half of the square."""
     tiles = []
     for first in range(0, q.shape[3], TILE):
         last = min(first + TILE, q.shape[3])
         oldest = 0 if cfg.window is None else max(0, first - cfg.window + 1) // TILE * TILE
-        q_pos, k_pos = jnp.arange(first, last)[None], jnp.arange(oldest, last)[None]
+        q_pos, k_pos = (start + jnp.arange(i, last)[None] for i in (first, oldest))
         seen = visible_positions(cfg, q_pos, k_pos, jnp.zeros((1,), jnp.int32))
         part = jax.tree.map(lambda c, a=first, b=last: c[:, :, :, a:b], carry)
         keys = slice(oldest, last)
@@ -386,5 +394,5 @@ def split_page(cfg: LayerConfig, pages: tuple[Any, ...]) -> tuple[Any, Any]:
     """The inverse of `join_page`."""
     if len(pages) == 2:
         return pages[0], pages[1]
-    row = cfg.cache.k.row(cfg.k_dim)
+    row = cfg.cache.k.row(cfg.k_stored)
     return pages[0][..., :row], pages[0][..., row:]

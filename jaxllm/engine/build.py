@@ -16,9 +16,11 @@ from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.engine.fused import AXIS, FusedEngine
 from jaxllm.engine.quantising import StoredTypes, keep_quantised
 from jaxllm.engine.staged import StagedEngine
+from jaxllm.errors import OptionError
 from jaxllm.models.block import Block, Kinds
 from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.layers import Device
+from jaxllm.models.parts import BlockIndexer
 from jaxllm.models.weights import (
     Leaves,
     LocalModel,
@@ -99,12 +101,24 @@ def _cache_format(options: PlanOptions, layer: LayerConfig) -> CacheFormat:
     k, v = options.cache_type_k, options.cache_type_v
     if layer.latent is not None:
         return CacheFormat(k=CACHE_TYPES[k], v=CACHE_TYPES[k])
+    if layer.indexer is not None:  # whose small keys are not to be mixed with the others
+        return CacheFormat(k=CACHE_TYPES[k], v=CACHE_TYPES[v])
     return CacheFormat(
         k=CACHE_TYPES[k],
         v=CACHE_TYPES[v],
         rotate_k=rotates(k, layer.k_dim, options.kv_rotate),
         rotate_v=rotates(v, layer.v_dim, options.kv_rotate),
     )
+
+
+def _check_blocks(cfg: ModelConfig, options: PlanOptions) -> None:
+    """Where layers choose blocks of keys, pages hold whole ones."""
+    sizes = [c.indexer.size for c in cfg.layers if isinstance(c.indexer, BlockIndexer)]
+    if sizes and options.page % max(sizes):
+        raise OptionError(
+            f"page is {options.page}; {cfg.architecture} chooses blocks of {max(sizes)} keys, of "
+            "which it must be a multiple"
+        )
 
 
 def plan_model(
@@ -119,6 +133,7 @@ def plan_model(
     """The plan of a model over a mesh, every parameter counted. dtype names a numpy type; `keep`
     has the types of tensors that stay quantised where that is possible."""
     cfg, shape = cfg.in_context(options.ctx), cfg.shape(mlp_block)
+    _check_blocks(cfg, options)
     options = replace(options, itemsize=np.dtype(jax.numpy.dtype(dtype)).itemsize)
     times = replications(shape, mesh, options)
     layers = [

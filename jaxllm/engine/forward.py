@@ -16,6 +16,7 @@ from jaxllm.engine.local import (
     Step,
     begin_attention,
     begin_recurrent,
+    choice,
     end_attention,
     run_recurrent,
 )
@@ -23,6 +24,7 @@ from jaxllm.errors import OptionError
 from jaxllm.models.block import BlockDef
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array
+from jaxllm.models.parts import Follower
 from jaxllm.models.weights import Leaves, LocalModel
 
 Total = Callable[[Array], Array]  # a device's partial -> the sum over devices
@@ -36,12 +38,13 @@ class Cache(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a layer has of all rows: its own ring, the ring that it reads instead of one, its state;
-    None for what it has not."""
+    """What a layer has of all rows: its own ring, the ring that it reads instead of one, its state,
+    and the choice of an earlier layer or, afterwards, its own; None for what it has not."""
 
     ring: Ring | None
     other: Ring | None
     state: State | None
+    chosen: Array | None
 
 
 class Kind(NamedTuple):
@@ -66,8 +69,8 @@ def _layer(
     """
     definition, cfg, total, span, keep, kernels = kind
     block, parts = definition.bind(values), []
-    ring, other, state = held
-    earlier = None
+    ring, other, state, chosen = held
+    earlier = made = None
     if state is not None and cfg.recurrent is not None:
         midway = None
         if cfg.recurrent.summed:
@@ -79,7 +82,7 @@ def _layer(
         heads = block.project(x)
         squares = block.head_squares(heads)
         squares = None if squares is None else total(squares)
-        q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step)
+        q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step, chosen)
         read_from = ring if other is None else other
         assert read_from is not None
         at = step.seen_from(cfg)
@@ -89,6 +92,7 @@ def _layer(
             carry = attend_ring(cfg, carry, q, read_from, step.row, at)
         else:
             carry = attend_span(cfg, carry, q, read_from, step.row, at, span)
+        made = choice(cfg, carry)
         parts.append(end_attention(block, cfg, carry, q, x))
     if parts:
         x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
@@ -98,7 +102,7 @@ def _layer(
         begun, part = block.begin_mlp(read)
         part = None if part is None else total(part)
         x = block.join_mlp(x, total(block.end_mlp(begun, part)))
-    return x, Held(ring, None, state), earlier
+    return x, Held(ring, None, state, made), earlier
 
 
 def forward(
@@ -123,17 +127,20 @@ def forward(
     rings: dict[int, Ring] = dict(zip(model.cfg.cached, cache.rings, strict=True))
     states: dict[int, State] = dict(zip(model.cfg.stateful, cache.states, strict=True))
     earlier: list[State] = []
+    chosen = None
     for index, (definition, cfg, values, owner) in enumerate(
         zip(model.blocks, model.cfg.layers, leaves.layers, model.cfg.owners, strict=True)
     ):
         other = rings[owner] if cfg.kv_heads and not cfg.owns_cache else None
-        held = Held(rings.get(index), other, states.get(index))
+        follows = isinstance(cfg.indexer, Follower)
+        held = Held(rings.get(index), other, states.get(index), chosen if follows else None)
         kind = Kind(definition, cfg, total, span, keep, kernels)
         x, held, fewer = _layer(kind, values, x, held, step)
         if held.ring is not None:
             rings[index] = held.ring
         if held.state is not None:
             states[index] = held.state
+        chosen = chosen if held.chosen is None else held.chosen
         if fewer is not None:
             earlier.append(fewer)
     return x, Cache(tuple(rings.values()), tuple(states.values())), tuple(earlier)
@@ -163,7 +170,7 @@ def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[A
         own = Step(tokens.astype(jnp.int32), zeros[0], starts, zeros, counts)
         x, cache, _ = forward(model, leaves, cache, own, alone)
         known = ((tokens >= 0) & (tokens < model.cfg.vocab)).all(axis=1)
-        logits = model.ends.bind(leaves.ends).logits(x)
+        logits = model.ends.bind(leaves.ends).logits(x, leaves.vocab)
         return jnp.where((written & known)[:, None, None], logits, jnp.nan), cache
 
     return step

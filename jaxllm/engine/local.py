@@ -21,11 +21,13 @@ from jaxllm.cache.attention import (
     start_carry,
     write_ring,
 )
-from jaxllm.cache.sparse import attend_kept, nothing_kept
+from jaxllm.cache.blocks import no_blocks
+from jaxllm.cache.sparse import Kept, no_followed, no_keys
 from jaxllm.cache.types import rotate
 from jaxllm.models.block import Block, Ends, Midway
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Heads
+from jaxllm.models.parts import BlockIndexer, Follower, Indexer
 
 
 class Step(NamedTuple):
@@ -78,16 +80,23 @@ def begin_attention(
     squares: Array | None,
     ring: Ring | None,
     step: Step,
+    chosen: Array | None,
 ) -> tuple[Array, Carry, Ring | None]:
     """Queries [N, K, G, T, H] with a fresh carry; keys and values, where the layer has any, written
-    to its ring."""
+    to its ring. `chosen` is what the last indexer before has, for a layer that follows it."""
     q, k, v = block.before_attention(heads, squares, step.positions)
     if cfg.cache.rotate_k:
         q = rotate(q).astype(q.dtype)
     kept = None
     if cfg.indexer is not None and v is not None:
-        kept = nothing_kept(cfg, v, q.dtype)
-        v = v[..., :0]
+        v, asks = jnp.split(v, [cfg.v_stored], axis=-1)
+        if isinstance(cfg.indexer, BlockIndexer):
+            kept = no_blocks(cfg, asks, q.shape[3])
+        elif isinstance(cfg.indexer, Follower):
+            assert chosen is not None
+            kept = no_followed(cfg, chosen, q.shape[2], q.dtype)
+        else:
+            kept = no_keys(cfg, asks, q.dtype)
     if ring is not None and k is not None and v is not None:
         k = rotate(k) if cfg.cache.rotate_k else k
         v = rotate(v) if cfg.cache.rotate_v else v
@@ -98,10 +107,16 @@ def begin_attention(
     return q, start_carry(q, cfg.v_dim, slopes, sinks)._replace(kept=kept), ring
 
 
+def choice(cfg: LayerConfig, carry: Carry) -> Array | None:
+    """What the layer has chosen, where a later one follows it."""
+    followed = isinstance(cfg.indexer, Indexer) and cfg.indexer.followed
+    return carry.kept.chosen if followed and isinstance(carry.kept, Kept) else None
+
+
 def end_attention(block: Block, cfg: LayerConfig, carry: Carry, q: Array, x: Array) -> Array:
     """This device's partial [N, T, D] from queries, their carry of all blocks and the residual."""
     if carry.kept is not None:
-        carry = Carry(*attend_kept(cfg, carry.kept, q))
+        carry = Carry(*carry.kept.attend(cfg, q))
     if not cfg.cache.rotate_v:
         return block.after_attention(finish(carry, x.dtype), x)
     turned = finish(carry, jnp.dtype(jnp.float32))
@@ -169,7 +184,7 @@ def head_logits(ends: Ends, x: Array, at: Array, vocab: Array, top: int) -> Arra
     vocab int32 [2]: the device's first row and how many it has (a slice may be padded past them).
     top 0: all of them [N, J, rows]; otherwise the `top` largest, ids of the whole vocabulary.
     """
-    logits = ends.logits(jnp.take_along_axis(x, at[:, :, None], axis=1))
+    logits = ends.logits(jnp.take_along_axis(x, at[:, :, None], axis=1), vocab)
     if top == 0:
         return logits
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab[1], logits, -jnp.inf)

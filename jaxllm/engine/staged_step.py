@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxllm.engine.local import State
 from jaxllm.engine.stages import Queries, StageIn, attend, embed, stage
 from jaxllm.models.layers import Array, Heads
+from jaxllm.models.parts import Follower
 from sharding import exchange
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class StagedStep:
         self.queries: dict[int, Queries] = {}
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
         self.begun_mlps: dict[int, Any] = {}  # of a layer whose MLP waits for a sum
+        self.chosen: dict[int, Array] = {}  # by the last indexer, for layers that follow it
+        self.chooser = -1  # its layer
 
     def run(self, given: Array | None = None) -> dict[int, Array]:
         """Through all layers; the tokens of a draft come with features [N, T, D]."""
@@ -172,6 +175,7 @@ class StagedStep:
             tail=rings.get(engine.owners[here]) if out and here is not None else None,
             mixed=self.mixed.pop(device, None) if out else None,
             begun_mlp=self.begun_mlps.pop(device, None),
+            chosen=self._choice(device, there) if begins and there is not None else None,
         )
         result = stage(
             given,
@@ -202,8 +206,20 @@ class StagedStep:
             self.mixed[device] = result.mixed
         if result.state is not None and there is not None:
             states[there] = result.state
+        if result.chosen is not None and here is not None:
+            self.chosen = self.chosen if self.chooser == here else {}
+            self.chosen[device], self.chooser = result.chosen, here
         if result.earlier and there is not None:
             self.earlier[device, there] = result.earlier
+
+    def _choice(self, device: int, layer: int) -> Array | None:
+        """What a layer follows, if it does: on this device, where that is not made in the same
+        stage."""
+        if not isinstance(self.engine.layers[device][layer].cfg.indexer, Follower):
+            return None
+        if device not in self.chosen and self.chosen:
+            self.chosen[device] = self.engine.copy_to(next(iter(self.chosen.values())), device)
+        return self.chosen.get(device)
 
     def _attend(self, devices: tuple[int, ...], index: int) -> None:
         """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so

@@ -26,6 +26,7 @@ from jaxllm.engine.local import (
     Top,
     begin_attention,
     begin_recurrent,
+    choice,
     end_attention,
     head_logits,
     run_recurrent,
@@ -71,6 +72,7 @@ class StageIn(NamedTuple):
     tail: Ring | None = None  # of the layer that ends
     mixed: Array | None = None  # partial of its recurrent mixer
     begun_mlp: Any = None  # of the layer that ends, where its MLP waited for a sum
+    chosen: Array | None = None  # what the last indexer has, for a layer that follows it
 
 
 class StageOut(NamedTuple):
@@ -86,6 +88,7 @@ class StageOut(NamedTuple):
     state: State | None  # of the layer that begins
     begun_mlp: Any  # of a layer whose MLP waits for a sum
     earlier: State | None  # the same after fewer tokens
+    chosen: Array | None  # what the layer that ends has, where others follow it
 
 
 @partial(
@@ -113,7 +116,7 @@ def stage(
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
     heads, held, read, mixed, begun_mlp = given.heads, given.held, None, None, None
-    earlier = None
+    earlier, chosen, made = None, given.chosen, None
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
@@ -141,7 +144,7 @@ def stage(
             if heads is None or total is None:  # no other device has heads of this layer
                 heads = new.project(x)
                 total = new.head_squares(heads)
-            q, carry, ring = begin_attention(new, there.cfg, heads, total, ring, step)
+            q, carry, ring = begin_attention(new, there.cfg, heads, total, ring, step, chosen)
             begun, heads, total = Queries(q, carry), None, None
         elif piece == "out":
             assert here is not None and x is not None
@@ -153,6 +156,8 @@ def stage(
             carry = attend_tail(
                 here.cfg, carry, q, given.tail, step.row, step.seen_from(here.cfg), step.floor, page
             )
+            made = choice(here.cfg, carry)
+            chosen = chosen if made is None else made
             own = end_attention(old, here.cfg, carry, q, x)
             total = own if total is None else total + own
         elif piece == "after":
@@ -181,6 +186,7 @@ def stage(
         state,
         begun_mlp,
         earlier,
+        made,
     )
 
 
@@ -199,7 +205,7 @@ def attend(
     """Fold a group; also a small result, by whose arrival the stream knows that the step ended."""
     step = unpack_step(packed)
     carry = attend_pages(here.cfg, carry, q, pages, table, step.row, step.seen_from(here.cfg))
-    result = carry.m if carry.kept is None else carry.kept.scores[..., 0]
+    result = carry.m if carry.kept is None else carry.kept.small
     return carry, result[:1, :1, :1, :1]
 
 

@@ -170,14 +170,17 @@ class Ends(nnx.Module):
         """The rows of the head."""
         return self.table if self.head is None else self.head
 
-    def logits(self, x: Array) -> Array:
-        """x [..., D] -> float32 [..., own rows]."""
+    def logits(self, x: Array, vocab: Array) -> Array:
+        """x [..., D] -> float32 [..., own rows]; vocab int32 [2] as in `embed`."""
         y = linear(self.features(x), self.output()[...])
         if self.bias is not None:
             y = y + self.bias[...]
         y, cap = y.astype(jnp.float32), self.cfg.logit_softcap
         y = y if self.cfg.logit_scale == 1.0 else y * self.cfg.logit_scale
-        return y if cap is None else cap * jnp.tanh(y / cap)
+        y = y if cap is None else cap * jnp.tanh(y / cap)
+        if self.cfg.drawn == 0:
+            return y
+        return jnp.where(vocab[0] + jnp.arange(y.shape[-1]) < self.cfg.drawn, y, -jnp.inf)
 
 
 def _own_rows(tokens: Array, vocab: Array) -> tuple[Array, Array]:

@@ -12,171 +12,22 @@ from typing import Any, Literal, NamedTuple
 
 from jaxllm.cache.types import CacheFormat
 from jaxllm.errors import ModelError
+from jaxllm.models.parts import (
+    RMS,
+    Activation,
+    AltUp,
+    BlockIndexer,
+    Experts,
+    Follower,
+    Indexer,
+    Latent,
+    Norms,
+    NormStyle,
+    Rope,
+    Temperature,
+)
 from jaxllm.models.recurrent import Recurrent, state_bytes
 from sharding import Context, LayerShape, ModelShape
-
-NormKind = Literal["rms", "layer"]
-Pairs = Literal["neighbours", "halves"]
-Activation = Literal["silu", "gelu", "relu", "relu2", "xielu", "clamped_swiglu", "situ"]
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN (Peng et al. 2023): frequencies that turn less than `slow` times over the original
-    context are divided by the rope's scale, those that turn more than `fast` times are kept, and
-    the ones between are mixed; `mix` 0 divides all."""
-
-    context: int
-    fast: float = 32.0
-    slow: float = 1.0
-    mix: float = 1.0
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding of one layer (Su et al. 2021).
-
-    `pairs` says which two dims are rotated together: "neighbours" (0,1), (2,3), ... as in llama's
-    GGUF files, or "halves" (0, dim/2), ... as in most other families.
-    """
-
-    theta: float
-    dim: int
-    pairs: Pairs
-    scale: float = 1.0  # positions are divided by it (linear scaling), or see `yarn`
-    yarn: Yarn | None = None
-    magnitude: float = 1.0  # of what is rotated
-    factors: str | None = None  # a tensor that frequencies are divided by
-    factor_rows: int = 0  # of that tensor, where more than there are pairs to turn
-    longer: tuple[int, str] | None = None  # contexts above this have factors of their own
-
-    def in_context(self, ctx: int) -> Rope:
-        """The rope that a context of so many positions has throughout (LongRoPE)."""
-        if self.longer is None:
-            return self
-        beyond, factors = self.longer
-        return replace(self, longer=None, factors=factors if ctx > beyond else self.factors)
-
-
-@dataclass(frozen=True)
-class NormStyle:
-    """Of norms over a width: x / rms(x) (Zhang and Sennrich 2019), or (x - mean) / deviation (Ba
-    et al. 2016); then times a weight and plus a bias where they have one."""
-
-    kind: NormKind = "rms"
-    weight: bool = True
-    biases: tuple[str, ...] = ()  # names of those that there are
-
-
-RMS = NormStyle()
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Where a layer has norms, by the names of their weights: on what each half reads and on what
-    it adds to the residual. An MLP beside attention may name attention's norm: then both read it.
-    """
-
-    attn: str | None = "attn_norm.weight"
-    attn_post: str | None = None
-    mlp: str | None = "ffn_norm.weight"
-    mlp_post: str | None = None
-
-
-def bias_of(weight: str) -> str:
-    """The name of the bias beside a weight."""
-    return weight.removesuffix("weight") + "bias"
-
-
-SANDWICH = Norms(attn_post="post_attention_norm.weight", mlp_post="post_ffw_norm.weight")
-
-
-@dataclass(frozen=True)
-class Adjugates:
-    """Smaller experts, one for each group of `group` experts, that read what the chosen experts
-    give together; `scale` times their weighted sum is added to it (see `jaxllm.models.grove`)."""
-
-    columns: int
-    group: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in the place of a layer's MLP: how it routes, and what it is made of.
-
-    A router gives every expert a score: `scores` says how they come from its logits ("chosen": the
-    softmax is over the chosen experts alone). Each token goes through the `used` experts with the
-    largest scores, `choice_bias` added for that choice only; of experts in several groups only the
-    `groups_used` groups count whose two largest scores have the largest sums. The outputs are
-    summed with the scores as weights, `normalised` to sum to one, times `scale`; or where
-    `weigh_input` is set the expert's input is multiplied by its weight, not the output.
-    """
-
-    count: int
-    used: int
-    scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
-    normalised: bool = True
-    scale: float = 1.0
-    weigh_input: bool = False
-    groups: int = 1
-    groups_used: int = 1
-    choice_bias: str | None = None  # the tensor's name after that of its layer
-    router_bias: bool = False
-    biases: bool = False  # of gate, up and down
-    down_scale: bool = False  # one factor an expert on its output
-    joined: bool = False  # gate and up are one tensor in the file
-    shared: int = 0  # columns of an MLP beside the mixture that every token goes through
-    shared_suffix: str = "_shexp"  # of the names of its tensors
-    shared_gate: bool = False  # its output is multiplied by the sigmoid of one more logit
-    shared_limit: float = 0.0  # as `LayerConfig.mlp_limit`
-    blend: float = 1.0  # of the sum of both
-    adjugates: Adjugates | None = None
-    reads: Literal["mlp", "norm", "route"] = "mlp"  # see `jaxllm.models.early`
-    narrow: int = 0  # width that experts read and give, between two projections; 0 for none
-    narrow_name: str = ""  # begins the names of those, ends with _down and _up
-    narrow_norm: bool = False  # on the sum over experts
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Latent attention, absorbed (see `jaxllm.models.latent`): the layer has one KV head, of
-    which the last `v_dim` values (of the layer) are the value."""
-
-    q_rank: int  # width between the two query projections; 0 for a single one
-    nope: int  # values of a head's query and key without position
-    v_dim: int  # values of a head's output
-    joined: bool = False  # what makes keys and values of the vector is one tensor attn_kv_b
-
-
-@dataclass(frozen=True)
-class Indexer:
-    """Of the keys that a query sees it attends to the `top_k` that small heads of an indexer score
-    best (see `jaxllm.models.indexer`); the small key of a position stands after its turned part."""
-
-    heads: int
-    dim: int
-    top_k: int
-    rope: Rope
-    bias: bool  # of the norm of small keys
-
-
-@dataclass(frozen=True)
-class AltUp:
-    """Several residual streams of which a layer computes one and predicts the others (Baykal et al.
-    2023), and a low-rank way around attention; see `jaxllm.models.gemma3n`."""
-
-    streams: int
-    laurel: int  # rank of that way
-
-
-class Temperature(NamedTuple):
-    """Queries at position p times 1 + scale * log(1 + floor((p + offset) / every)), so that long
-    contexts do not blur attention (as in Llama 4)."""
-
-    every: int
-    scale: float
-    offset: int = 0
 
 
 class Columns(NamedTuple):
@@ -216,6 +67,7 @@ class LayerConfig:
     post_eps: float | None = None  # of norms on what is added, where theirs is another
     parallel: bool = False  # the MLP reads the residual that attention reads
     residual_scale: float = 1.0  # of what each half adds
+    halved: bool = False  # the layer's result, residual and all
     read_residual: float = 0.0  # each half adds to so many times what it reads, not to the residual
     qkv_joined: tuple[int, int, int] | None = None  # rows of q, k and v in one tensor attn_qkv
     v_from_k: bool = False  # values are what keys are made of
@@ -247,7 +99,7 @@ class LayerConfig:
     mlp_bare: bool = False  # no tensors: what the MLP would read goes through the activation alone
     mlp_scales: bool = False  # activations are divided by the tensor ffn.act.scales
     experts: Experts | None = None  # None for a dense layer
-    indexer: Indexer | None = None
+    indexer: Indexer | Follower | BlockIndexer | None = None
     latent: Latent | None = None  # keys and values are one latent vector
     recurrent: Recurrent | None = None  # a mixer with a state; where kv_heads is 0 the only one
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
@@ -288,6 +140,11 @@ class LayerConfig:
         return self.k_dim * (2 if self.gated_q else 1)
 
     @property
+    def k_stored(self) -> int:
+        """Values of a head's K that the cache stores."""
+        return self.k_dim + (self.indexer.dim if isinstance(self.indexer, BlockIndexer) else 0)
+
+    @property
     def v_stored(self) -> int:
         """Values of a head's V that the cache stores beside K."""
         return self.v_dim if self.latent is None else 0
@@ -301,7 +158,9 @@ class LayerConfig:
     def in_context(self, ctx: int) -> LayerConfig:
         """This layer for a context of so many positions."""
         indexer = self.indexer
-        if indexer is not None:
+        if isinstance(indexer, BlockIndexer):
+            indexer = replace(indexer, top=min(indexer.top, -(-ctx // indexer.size)))
+        elif indexer is not None:
             indexer = replace(indexer, top_k=min(indexer.top_k, ctx))
         rope = self.rope and self.rope.in_context(ctx)
         return replace(self, rope=rope, indexer=indexer)
@@ -350,9 +209,10 @@ class ModelConfig:
     layer_inputs: int = 0  # channels that each layer reads beside the residual
     kept: int = 0  # residuals of layers that go beside the newest: see `models.kept`
     positions: int = 0  # rows of a learned position embedding; 0 for none
-    whole_ctx: int = 0  # positions within which sparse attention leaves none out; 0: see layers
+    block_layers: int = 1  # layers that the tensors of one block of a file make
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    drawn: int = 0  # tokens, of which those after so many are never drawn; 0: there are none
     unused: tuple[str, ...] = ()  # ends of names of tensors that a file may have for nothing
     drafts: int = 0  # further layers of a file, that only predict tokens ahead
     draft: Draft | None = None  # the first of them, where it can be used
@@ -413,12 +273,6 @@ class ModelConfig:
                 f"a context (-c) of {ctx} is longer than the {self.positions} positions that "
                 f"{self.architecture} has learned; give -c {self.positions} or less"
             )
-        if 0 < self.whole_ctx < ctx:
-            raise ModelError(
-                f"a context (-c) of {ctx} is longer than the {self.whole_ctx} positions of which "
-                f"{self.architecture} attends to all, and choosing blocks among more is not "
-                f"supported; give -c {self.whole_ctx} or less"
-            )
         return replace(self, layers=tuple(layer.in_context(ctx) for layer in self.layers))
 
     def shape(self, mlp_block: int = 32) -> ModelShape:
@@ -428,7 +282,7 @@ class ModelConfig:
                 LayerShape(
                     kv_heads=layer.kv_heads,
                     q_per_kv=layer.q_per_kv,
-                    k_dim=layer.k_dim,
+                    k_dim=layer.k_stored,
                     v_dim=layer.v_dim,
                     mlp=layer.mlp,
                     mlp_block=mlp_block,

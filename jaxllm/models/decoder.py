@@ -8,10 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.models import parts
 from jaxllm.models.block import Block, Midway
 from jaxllm.models.config import Columns, LayerConfig
 from jaxllm.models.experts import feed_forward
 from jaxllm.models.heads import HeadNorms, HeadsGate
+from jaxllm.models.indexer import BlockIndexer
 from jaxllm.models.latent import LatentOut, LatentQKV
 from jaxllm.models.layers import (
     QKV,
@@ -62,6 +64,8 @@ class DecoderBlock(Block):
         self.qkv, self.out = (
             attention(cfg, kv_heads, embed, dtype) if cfg.kv_heads else (None, None)
         )
+        chooses = isinstance(cfg.indexer, parts.BlockIndexer)
+        self.indexer = BlockIndexer(cfg, kv_heads, embed, dtype) if chooses else None
         self.recurrent = mixer(cfg, columns.states, embed, dtype)
         self.head_norms = HeadNorms(cfg, kv_heads) if cfg.qk_norm else None
         self.rope = RopeTable(cfg.rope)
@@ -86,7 +90,9 @@ class DecoderBlock(Block):
 
     def project(self, x: Array) -> Heads:
         assert self.qkv is not None
-        return self.qkv(self._read(x))
+        read = self._read(x)
+        q, k, v = self.qkv(read)
+        return q, k, v if self.indexer is None or v is None else self.indexer(read, v)
 
     def _read(self, x: Array) -> Array:
         """What attention reads of the residual."""
@@ -108,6 +114,8 @@ class DecoderBlock(Block):
             q, k = self._turn(q, k, positions)
         if isinstance(self.qkv, LatentQKV) and k is not None and v is not None:
             k, v = self.qkv.turn(k, v, positions)
+        if self.indexer is not None and k is not None and v is not None:
+            k, v = self.indexer.turn(k, v, positions)
         if v is not None and self.cfg.v_norm:
             v = normalise(v.astype(jnp.float32), "rms", self.cfg.eps).astype(v.dtype)
         if self.cfg.temperature is not None:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import partial
 from math import log, sqrt
 
-import numpy as np
-
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import Indexer, Latent, LayerConfig, ModelConfig, Pairs, Temperature
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
+from jaxllm.models.parts import Follower, Indexer, Latent, Pairs, Temperature
 from jaxllm.models.routing import Routing
 
 
@@ -61,37 +60,46 @@ def latent_layer(meta: Metadata, tensors: Tensors, index: int, layer: LayerConfi
 
 
 def _sparse(meta: Metadata, tensors: Tensors, pairs: Pairs) -> ModelConfig:
-    """As `configure`, with an indexer of these rope pairs in every layer."""
-    types = meta.get("attention.indexer.types", 0 if _shares_choices(meta) else 1)
-    if not np.all(np.asarray(types)):
-        raise ModelError(
-            f"layers of {meta.architecture} that attend to what an earlier layer chose are not "
-            "supported; use a model whose layers choose for themselves"
-        )
+    """As `configure`, with an indexer of these rope pairs in every layer but those that attend to
+    what an earlier one has chosen."""
     heads, dim, top_k = (
         meta.require(f"attention.indexer.{key}", int)
         for key in ("head_count", "key_length", "top_k")
     )
     routing = Routing("sigmoid", scores_key=True, normalised=None)
     layers = []
-    for i, own in enumerate(read_layer(meta, tensors, "neighbours", routing=routing)):
+    plain = read_layer(meta, tensors, "neighbours", routing=routing)
+    chooses = _choosers(meta, len(plain))
+    for i, own in enumerate(plain):
         layer = latent_layer(meta, tensors, i, own)
         assert layer.rope is not None
+        if not chooses[i]:
+            layers.append(replace(layer, indexer=Follower(top_k)))
+            continue
         if heads < 1 or top_k < 1 or dim < layer.rope.dim:
             raise ModelError(
                 f"the indexer has {heads} heads of {dim} and chooses {top_k} keys; it needs one of "
                 f"{layer.rope.dim} at least"
             )
         bias = "blk.0.indexer.k_norm.bias" in tensors
-        indexer = Indexer(heads, dim, top_k, replace(layer.rope, pairs=pairs), bias)
+        rope, followed = replace(layer.rope, pairs=pairs), not all(chooses[i + 1 : i + 2])
+        indexer = Indexer(heads, dim, top_k, rope, bias, followed)
         layers.append(replace(layer, indexer=indexer, k_dim=layer.k_dim + dim))
     return read_model(meta, tensors, layers)
 
 
-def _shares_choices(meta: Metadata) -> bool:
-    """Whether files of such a context mean, where they do not say it, that most layers have no
-    indexer of their own."""
-    return meta.architecture == "glm-dsa" and int(meta.get("context_length", 0)) >= 1 << 20
+def _choosers(meta: Metadata, count: int) -> list[bool]:
+    """Which layers have an indexer of their own. Where files of glm-dsa do not say it, their
+    context tells: all, or the first two and then every fourth from the third on (GLM 5.2)."""
+    few = meta.architecture == "glm-dsa" and int(meta.get("context_length", 0)) >= 1 << 20
+    usual = [not few or i < 2 or i % 4 == 2 for i in range(count)]
+    chooses = list(map(bool, meta.per_layer("attention.indexer.types", count, usual)))
+    if not chooses[0]:
+        raise ModelError(
+            f"the first layer of {meta.architecture} has no indexer and none before it; convert "
+            "the model again"
+        )
+    return chooses
 
 
 FAMILIES: Mapping[str, Family] = {

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import ModelConfig, Pairs
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
+from jaxllm.models.parts import Pairs
 from jaxllm.models.routing import Routing
 
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxllm.models.config import Columns, Experts, LayerConfig
+from jaxllm.models.config import Columns, LayerConfig
 from jaxllm.models.layers import Array, DenseMLP, Norm, activation, gated, linear, matrix, param
+from jaxllm.models.parts import Experts
 
 BLOCK_ROWS = 32  # tokens of one expert that are multiplied at a time in a prefill chunk
 LEAST_SUM = 2.0**-14  # of the chosen scores: what they are divided by, at least

@@ -10,18 +10,8 @@ from typing import Any
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.block import Block
-from jaxllm.models.config import (
-    Draft,
-    LayerConfig,
-    ModelConfig,
-    NormKind,
-    Norms,
-    NormStyle,
-    Pairs,
-    Rope,
-    Yarn,
-    bias_of,
-)
+from jaxllm.models.config import Draft, LayerConfig, ModelConfig
+from jaxllm.models.parts import NormKind, Norms, NormStyle, Pairs, Rope, Yarn, bias_of
 from jaxllm.models.routing import Routing, Tensors, read_experts
 
 DRAFTS = "nextn_predict_layers"

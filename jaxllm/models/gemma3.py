@@ -6,9 +6,10 @@ from dataclasses import replace
 from math import sqrt
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, in_window, read_layer, read_model, read_positive
+from jaxllm.models.parts import SANDWICH
 
 LAYERS_OF_27B = 62  # its queries are scaled by the width a head, not by the head dim
 

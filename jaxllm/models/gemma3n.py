@@ -17,11 +17,12 @@ from flax import nnx
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, AltUp, Columns, LayerConfig, ModelConfig
+from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, in_window, read_layer, read_model, read_positive
 from jaxllm.models.inputs import LayerGate
 from jaxllm.models.layers import ACTIVATIONS, Array, DenseMLP, Heads, Norm, linear, matrix, param
+from jaxllm.models.parts import SANDWICH, AltUp
 
 # What files do not say: it is the same in all sizes.
 OWNERS = 20  # layers with a cache of their own

@@ -12,12 +12,13 @@ from flax import nnx
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, Columns, LayerConfig, ModelConfig
+from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.experts import RoutedMLP
 from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
 from jaxllm.models.inputs import LayerGate
 from jaxllm.models.layers import Array, Heads, Norm, param
+from jaxllm.models.parts import SANDWICH
 from jaxllm.models.routing import Routing
 
 

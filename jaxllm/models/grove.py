@@ -10,11 +10,12 @@ from jax import lax
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import Adjugates, Columns, Experts, LayerConfig, ModelConfig
+from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.experts import LEAST_SUM, ExpertMLPs, RoutedMLP
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
 from jaxllm.models.layers import Array, linear
+from jaxllm.models.parts import Adjugates, Experts
 from jaxllm.models.routing import Routing, columns_of
 
 DEFAULT_SCALE = 0.05

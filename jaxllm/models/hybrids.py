@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import LayerConfig, ModelConfig, Norms
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import (
     Family,
@@ -16,12 +16,14 @@ from jaxllm.models.family import (
     read_layer,
     read_model,
 )
+from jaxllm.models.parts import Norms
 from jaxllm.models.qwen35 import linear_layers
 from jaxllm.models.recurrent import Lightning, Mamba2, Selective, ShortConv
 from jaxllm.models.routing import Routing
 from jaxllm.models.scaled import granite_layers, granite_model
 
 CHANNELS = 32  # that go to one device together, where the width allows
+MINIMAX_TOKENS = 200032  # of the model's 200064 rows, whatever a file says (as in llama.cpp)
 
 
 def _mamba(meta: Metadata, tensors: Tensors, layer: int) -> Mamba2:
@@ -142,7 +144,7 @@ def _nemotron_h(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 def _minimax(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Lightning attention in all but every eighth layer. Each half adds to some times what it has
-    read, which is normalised, not to the residual."""
+    read, which is normalised, not to the residual. Rows after the last token are of no use."""
     scale = meta.require("residual_scale", float)
     layers = read_layer(meta, tensors, "halves", routing=Routing(), read_residual=scale)
     linear = linear_layers(meta, len(layers), interval=8)
@@ -152,7 +154,7 @@ def _minimax(meta: Metadata, tensors: Tensors) -> ModelConfig:
         else own
         for own, is_linear in zip(layers, linear, strict=True)
     ]
-    return read_model(meta, tensors, layers)
+    return read_model(meta, tensors, layers, drawn=MINIMAX_TOKENS)
 
 
 def _lfm2(meta: Metadata, tensors: Tensors) -> ModelConfig:

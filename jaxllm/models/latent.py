@@ -13,6 +13,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.models import parts
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.indexer import Indexer
 from jaxllm.models.layers import Array, HeadsOut, Norm, linear, matrix, param, precision_of
@@ -27,8 +28,9 @@ class LatentQKV(nnx.Module):
         latent = cfg.latent
         assert latent is not None
         self.cfg, width = cfg, latent.q_rank
-        self.indexer = None if cfg.indexer is None else Indexer(cfg, embed, dtype)
-        beside = 0 if cfg.indexer is None else cfg.indexer.dim
+        chooses = isinstance(cfg.indexer, parts.Indexer)
+        self.indexer = Indexer(cfg, embed, dtype) if chooses else None
+        beside = 0 if self.indexer is None else self.indexer.cfg.dim
         rope = cfg.k_dim - cfg.v_dim - beside
         axes = ("latent", "embed")
         source, norm = ("attn_q_a.weight",), "attn_q_a_norm.weight"
@@ -67,14 +69,14 @@ class LatentQKV(nnx.Module):
             keys, sizes = by_head(cfg, keys)[:, :, : cfg.latent.nope], "kghc"
         q = jnp.einsum(f"btkgh,{sizes}->btkgc", q, keys, precision=precision_of(q))
         c, r = jnp.split(linear(x, self.latent[...]), [cfg.v_dim], axis=-1)
-        parts, asks = [r, self.norm(c)], c[..., :0]
+        row, asks = [r, self.norm(c)], c[..., :0]
         if self.indexer is not None:
             small, asks = self.indexer(x, narrow)
-            parts.insert(1, small)
+            row.insert(1, small)
             q = jnp.pad(q, (*[(0, 0)] * 4, (small.shape[-1], 0)))
         k, asks = (
             jnp.broadcast_to(y[:, :, None], (*x.shape[:2], len(w), y.shape[-1]))
-            for y in (jnp.concatenate(parts, axis=-1), asks)
+            for y in (jnp.concatenate(row, axis=-1), asks)
         )
         return jnp.concatenate([q_r, q], axis=-1), k, asks
 

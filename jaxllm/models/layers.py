@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxllm.models.config import RMS, LayerConfig, NormStyle, bias_of
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.parts import RMS, NormStyle, bias_of
 from jaxllm.models.quantised import Quantised
 from jaxllm.models.sections import Section
 

@@ -5,8 +5,10 @@ A head has a memory M [key, value]. A token with key k, value v, query q and dec
     M = exp(g) M;    d = v;    M = M + k d;    o = q M
 
 where k d is the outer product. With a rate b it corrects the memory instead of adding to it (the
-gated delta rule, Yang et al. 2024): d = b (v - k M), of the faded memory. The decay is one number
-for all of M, one a key, or one a key and value.
+gated delta rule, Yang et al. 2024): d = b (v - k M), of the faded memory. With a bonus a key it is
+asked before it fades and takes in, and what the token would write counts so many times (RWKV, Peng
+et al. 2024): o = q (M + bonus k v). The decay is one number for all of M, one a key, or one a key
+and value.
 
 One token at a time that is `memory_step`. Many at once are `memory_chunks`, unless each key and
 value fades by its own: a chunk costs matrix products, its corrections solve one triangular system,
@@ -32,14 +34,22 @@ product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def memory_step(
-    q: Array, k: Array, v: Array, g: Array, memory: Array, b: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    memory: Array,
+    b: Array | None = None,
+    bonus: Array | None = None,
 ) -> tuple[Array, Array]:
-    """One token: q and k [..., S], v [..., r, V], g [..., r, S or 1, V or 1] and b [..., r] with
-    memory [..., r, S, V] -> outputs [..., r, V] and the memory after it."""
-    memory = memory * jnp.exp(g)
+    """One token: q and k [..., S], v [..., r, V], g [..., r, S or 1, V or 1], b [..., r] and bonus
+    [..., r, S] with memory [..., r, S, V] -> outputs [..., r, V] and the memory after it."""
+    before, memory = memory, memory * jnp.exp(g)
     d = v if b is None else b[..., None] * (v - product("...k,...rkv->...rv", k, memory))
-    memory = memory + k[..., None, :, None] * d[..., None, :]
-    return product("...k,...rkv->...rv", q, memory), memory
+    written = k[..., None, :, None] * d[..., None, :]
+    memory = memory + written
+    asked = memory if bonus is None else before + bonus[..., None] * written
+    return product("...k,...rkv->...rv", q, asked), memory
 
 
 def memory_chunks(
@@ -49,10 +59,12 @@ def memory_chunks(
     g: Array,
     memory: Array,
     b: Array | None = None,
+    bonus: Array | None = None,
     chunk: int | None = None,
 ) -> tuple[Array, Array]:
-    """T tokens: q and k [..., T, S], v [..., r, T, V], g [..., r, T, S or 1] and b [..., r, T] with
-    memory [..., r, S, V] -> outputs [..., r, T, V] and the memory after them."""
+    """T tokens: q and k [..., T, S], v [..., r, T, V], g [..., r, T, S or 1], b [..., r, T] and
+    bonus [..., r, S] with memory [..., r, S, V] -> outputs [..., r, T, V] and the memory after
+    them."""
     tokens = q.shape[-2]
     chunk = min(chunk or (CHUNK if g.shape[-1] == 1 else SHORT_CHUNK), tokens)
     q, k, v, g = (_cut(a, chunk, -2) for a in (q, k, v, g))
@@ -61,8 +73,11 @@ def memory_chunks(
     own, read = v, None
     if b is not None:
         own, read = _corrections(k, v, _cut(b, chunk, -1), since, decay)
-    seen = _faded_products(q, k, decay)
-    asked = since * q[..., None, :, :]
+    if bonus is None:
+        seen, asked = _faded_products(q, k, decay), since * q[..., None, :, :]
+    else:
+        seen = _faded_products(q, k, _earlier(decay, -3) + _at_own_token(bonus, chunk))
+        asked = _earlier(since, -2, 1.0) * q[..., None, :, :]
     written = decay[..., -1, :, :] * k[..., None, :, :]
 
     def one(memory: Array, parts: tuple[Array | None, ...]) -> tuple[Array, Array]:
@@ -127,6 +142,19 @@ def _between(g: Array) -> Array:
     upto, after = (jnp.tril(jnp.ones((size, size), bool), k)[..., None] for k in (0, -1))
     sums = jnp.cumsum(jnp.where(after, g[..., None, :], 0.0), axis=-3)
     return jnp.where(upto, jnp.exp(sums), 0.0)
+
+
+def _earlier(a: Array, axis: int, first: float = 0.0) -> Array:
+    """What stood one token before along an axis, and `first` at the first token."""
+    axis += a.ndim
+    pads = [(1, 0) if i == axis else (0, 0) for i in range(a.ndim)]
+    shifted = jnp.pad(a, pads, constant_values=first)
+    return lax.slice_in_dim(shifted, 0, a.shape[axis], axis=axis)
+
+
+def _at_own_token(bonus: Array, size: int) -> Array:
+    """A bonus [..., r, S] at t = s of [..., r, t, s, S], zeros elsewhere."""
+    return jnp.eye(size)[..., None] * bonus[..., None, None, :]
 
 
 def _faded_products(q: Array, k: Array, decay: Array) -> Array:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from math import sqrt
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import Latent, LayerConfig, ModelConfig
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
+from jaxllm.models.parts import Latent
 
 # What files do not say: it is the same in all of them.
 EMBED_SCALE, DEPTH_SCALE, BASE_WIDTH = 12.0, 1.4, 256

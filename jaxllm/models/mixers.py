@@ -11,17 +11,29 @@ from jaxllm.models.delta import GatedDeltaNet, KimiDeltaMixer
 from jaxllm.models.grouped import Mixer
 from jaxllm.models.lightning import LightningMixer
 from jaxllm.models.mamba2 import Mamba2Mixer
-from jaxllm.models.recurrent import DeltaNet, KimiDelta, Lightning, Mamba2, Selective, ShortConv
+from jaxllm.models.recurrent import (
+    ChannelMix,
+    DeltaNet,
+    KimiDelta,
+    Lightning,
+    Mamba2,
+    Selective,
+    ShortConv,
+    TimeMix,
+)
 from jaxllm.models.selective import SelectiveMixer
 from jaxllm.models.short_conv import ShortConvMixer
+from jaxllm.models.time_mix import ChannelMixer, TimeMixer
 
 KINDS: Mapping[type, Callable[..., Mixer]] = {
+    ChannelMix: ChannelMixer,
     DeltaNet: GatedDeltaNet,
     KimiDelta: KimiDeltaMixer,
     Lightning: LightningMixer,
     Mamba2: Mamba2Mixer,
     Selective: SelectiveMixer,
     ShortConv: ShortConvMixer,
+    TimeMix: TimeMixer,
 }
 
 

@@ -9,9 +9,10 @@ from math import sqrt
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import ModelConfig, Norms, Temperature
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model, read_positive
+from jaxllm.models.parts import BlockIndexer, Norms, Temperature
 from jaxllm.models.plain import plain
 from jaxllm.models.positions import pictured
 from jaxllm.models.routing import Routing, without_experts
@@ -79,17 +80,24 @@ def _grok(meta: Metadata, tensors: Tensors) -> ModelConfig:
 
 
 def _minimax_m3(meta: Metadata, tensors: Tensors) -> ModelConfig:
-    """Attention is to the best blocks of keys by an indexer; only contexts of no more blocks than
-    that are supported, in which it has no say."""
-    block, top_k = (
-        meta.require(f"attention.indexer.{key}", int) for key in ("block_size", "top_k")
-    )
+    """In layers with an indexer attention is to the best blocks of keys, each KV group's own."""
+    names = "head_count", "key_length", "block_size", "top_k", "local_blocks"
+    heads, dim, size, top, local = (meta.require(f"attention.indexer.{n}", int) for n in names)
     meta.require("expert_gating_func", int)
     layers = read_layer(meta, tensors, "halves", routing=SIGMOID, activation="clamped_swiglu")
-    unused = [f"indexer.{side}_{part}.weight" for side in "qk" for part in ("proj", "norm")]
-    return read_model(
-        meta, tensors, layers, whole_ctx=int(block) * int(top_k), unused=tuple(unused)
-    )
+    for i, layer in enumerate(layers):
+        if f"blk.{i}.indexer.q_proj.weight" not in tensors:
+            continue
+        turned = 0 if layer.rope is None else layer.rope.dim
+        if heads != layer.kv_heads or min(size, top, local) < 1 or dim < turned or size & size - 1:
+            raise ModelError(
+                f"the indexer has {heads} heads of {dim} for {layer.kv_heads} KV heads of which "
+                f"{turned} values turn, and chooses {top} blocks of {size} keys, {local} of them "
+                "the newest; expected a head for each KV head, at least as wide as what turns, and "
+                "blocks of a power of two"
+            )
+        layers[i] = replace(layer, indexer=BlockIndexer(dim, size, top, local, layer.rope))
+    return read_model(meta, tensors, layers)
 
 
 def _mistral3(meta: Metadata, tensors: Tensors) -> ModelConfig:

@@ -9,7 +9,7 @@ from math import sqrt
 from typing import Any
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig, Temperature
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import (
     Family,
@@ -22,6 +22,7 @@ from jaxllm.models.family import (
     with_windows,
 )
 from jaxllm.models.mixtures import ATTN_POST, DENSE, SIGMOID, SOFTMAX
+from jaxllm.models.parts import SANDWICH, Temperature
 from jaxllm.models.plain import ONE_NORM, PLAIN_ROPE
 from jaxllm.models.routing import Routing
 

@@ -7,9 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, ModelConfig, Norms, Pairs
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, NormKind, Tensors, check_numbers, read_layer, read_model
+from jaxllm.models.parts import SANDWICH, Norms, Pairs
 
 POST_NORMS = Norms(None, SANDWICH.attn_post, None, SANDWICH.mlp_post)
 NOTHING: Mapping[str, Any] = MappingProxyType({})

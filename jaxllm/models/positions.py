@@ -8,9 +8,10 @@ from typing import Any
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig, Pairs
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, check_numbers, read_layer, read_model
+from jaxllm.models.parts import SANDWICH, Pairs
 from jaxllm.models.plain import NOTHING, PLAIN_MLP, plain
 from jaxllm.models.routing import Routing, without_experts
 

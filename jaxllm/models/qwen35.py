@@ -8,7 +8,7 @@ from functools import partial
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import LayerConfig, ModelConfig, Norms
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import (
     DRAFTS,
@@ -18,6 +18,7 @@ from jaxllm.models.family import (
     read_layer,
     read_model,
 )
+from jaxllm.models.parts import Norms
 from jaxllm.models.positions import check_sections
 from jaxllm.models.recurrent import DeltaNet
 from jaxllm.models.routing import Routing

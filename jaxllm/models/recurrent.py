@@ -174,6 +174,50 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
+class TimeMix:
+    """The first half of an RWKV 6 layer: see `jaxllm.models.time_mix`. A group is one head, whose
+    memory forgets each key at a rate of its own."""
+
+    summed: ClassVar[bool] = False
+
+    groups: int
+    dim: int  # of a key, a query and a value
+    rank: int  # values that each mixture with the token before is made of
+    decay_rank: int  # values that decays are made of
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """What the layer read last, and the memory [key, value]."""
+        return (1, self.groups * self.dim), (1, self.dim, self.dim)
+
+    @property
+    def work(self) -> int:
+        """Decays stand between each two tokens of a chunk; the mixtures are counted with each."""
+        return (24 + 3 * SHORT_CHUNK) * self.dim + 5 * self.dim
+
+
+@dataclass(frozen=True)
+class ChannelMix:
+    """The second half of an RWKV 6 layer: see `jaxllm.models.time_mix`. A group is some columns of
+    an MLP."""
+
+    summed: ClassVar[bool] = False
+
+    groups: int
+    columns: int  # of a group
+    embed: int
+
+    @property
+    def state_shapes(self) -> Shapes:
+        """What the layer read last."""
+        return ((1, self.embed),)
+
+    @property
+    def work(self) -> int:
+        return 2 * self.columns
+
+
+@dataclass(frozen=True)
 class Selective:
     """Mamba 1 and the heads of PLaMo 2: see `jaxllm.models.selective`. A group is some channels;
     its keys, queries and steps are made of the channels of all groups.

@@ -25,6 +25,7 @@ from jaxllm.models import (
     plain,
     positions,
     qwen35,
+    rwkv6,
     scaled,
     talkie,
     variants,
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3n": gemma3n.FAMILY,
     "gemma4": gemma4.FAMILY,
     "grovemoe": grove.FAMILY,
+    "rwkv6": rwkv6.FAMILY,
     "talkie": talkie.FAMILY,
     **deepseek2.FAMILIES,
     **diffusion.FAMILIES,
@@ -57,10 +59,25 @@ FAMILIES: Mapping[str, Family] = {
     **windowed.FAMILIES,
 }
 
+# What some are that is not supported, and what is nearest to them, where names would mislead.
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "dflash": (
+        "a draft in a file of its own, which writes whole blocks",
+        "qwen35 with its own draft",
+    ),
+    "gemma4-assistant": ("a draft in a file of its own", "gemma4 without a draft"),
+    "t5": ("an encoder before a decoder", "gemma3"),
+}
+
 
 def family(architecture: str) -> Family:
     """The family of `architecture`; `ModelError` with the nearest names if there is none."""
     found = FAMILIES.get(architecture)
+    if architecture in REFUSED:
+        what, nearest = REFUSED[architecture]
+        raise ModelError(
+            f"architecture {architecture!r} is not supported: it is {what}; use {nearest}"
+        )
     if found is None:
         near = get_close_matches(architecture, FAMILIES, n=3, cutoff=0.4)
         hint = (

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxllm.models.config import Rope, Yarn
 from jaxllm.models.layers import Array, param
+from jaxllm.models.parts import Rope, Yarn
 
 
 class RopeTable(nnx.Module):

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.gguf.reader import TensorInfo
-from jaxllm.models.config import Experts, LayerConfig
+from jaxllm.models.config import LayerConfig
+from jaxllm.models.parts import Experts
 
 Tensors = Mapping[str, TensorInfo]
 Scores = Literal["softmax", "sigmoid", "chosen"]

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.config import LayerConfig, NormStyle
+from jaxllm.models.config import LayerConfig
 from jaxllm.models.conv import causal_conv
 from jaxllm.models.grouped import Mixer, conv_taps, into_groups, out_of_groups, real_tokens
 from jaxllm.models.layers import Array, Norm, matrix, param
 from jaxllm.models.linear_memory import memory_chunks, memory_scan, memory_step
+from jaxllm.models.parts import NormStyle
 from jaxllm.models.recurrent import Selective
 from jaxllm.models.sections import Section, together
 

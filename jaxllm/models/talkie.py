@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import Columns, LayerConfig, ModelConfig, NormStyle
+from jaxllm.models.config import Columns, LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
 from jaxllm.models.layers import Array, Heads, normalise, param
+from jaxllm.models.parts import NormStyle
 
 
 class TalkieBlock(DecoderBlock):

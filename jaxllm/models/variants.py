@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import ModelConfig, Norms
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import Family, Tensors, read_layer, read_model
+from jaxllm.models.parts import Norms
 from jaxllm.models.plain import ONE_NORM, PLAIN_MLP
 
 

@@ -171,8 +171,9 @@ def whole_model(
     return local_model(block, cfg, kv_heads, columns, cfg.vocab, dtype, kinds)
 
 
-def _slots_of(definition: BlockDef, layer: int | None) -> Iterator[Slot]:
-    prefix = "" if layer is None else f"blk.{layer}."
+def _slots_of(definition: BlockDef, layer: int | None, block: int = 0) -> Iterator[Slot]:
+    """Those of a layer, which is made of that block of a file, or of the ends."""
+    prefix, stored = ("", "") if layer is None else (f"blk.{layer}.", f"blk.{block}.")
 
     def owner(path: str) -> str:
         """The parameter that an array belongs to: of a quantised one, what holds its parts."""
@@ -192,7 +193,7 @@ def _slots_of(definition: BlockDef, layer: int | None) -> Iterator[Slot]:
             layer,
             (*lead, last * arrays[0].packs),
             tuple(meta["out_sharding"]),
-            tuple(s[1:] if s.startswith("/") else prefix + s for s in meta["source"]),
+            tuple(s[1:] if s.startswith("/") else stored + s for s in meta["source"]),
             meta["form"],
             np.dtype(meta["values"]),
             meta["matrix"],
@@ -204,7 +205,8 @@ def _slots_of(definition: BlockDef, layer: int | None) -> Iterator[Slot]:
 
 def slots(model: LocalModel) -> list[Slot]:
     """Every parameter of a whole model, in the order of its leaves, the ends last."""
-    layers = [s for i, b in enumerate(model.blocks) for s in _slots_of(b, i)]
+    each = model.cfg.block_layers
+    layers = [s for i, b in enumerate(model.blocks) for s in _slots_of(b, i, i // each)]
     return layers + list(_slots_of(model.ends, None))
 
 

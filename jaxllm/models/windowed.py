@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import SANDWICH, LayerConfig, ModelConfig, NormStyle
+from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.family import (
     Family,
@@ -17,6 +17,7 @@ from jaxllm.models.family import (
     read_windows,
     with_windows,
 )
+from jaxllm.models.parts import SANDWICH, NormStyle
 from jaxllm.models.plain import PLAIN_ROPE, POST_NORMS
 
 LAYERS_OF_EXAONE4_WITH_WINDOWS = 64  # the smaller size has none, whatever its file says

@@ -7,11 +7,29 @@ from typing import Any
 
 from jaxllm import ModelConfig
 from jaxllm.models.block import Block
-from jaxllm.models.config import SANDWICH, Experts, Latent, Norms, NormStyle, Rope, Temperature
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.early import EarlyBlock
 from jaxllm.models.gemma4 import Gemma4Block
-from jaxllm.models.recurrent import DeltaNet, Mamba2, Selective, ShortConv
+from jaxllm.models.parts import (
+    SANDWICH,
+    BlockIndexer,
+    Experts,
+    Follower,
+    Indexer,
+    Latent,
+    Norms,
+    NormStyle,
+    Rope,
+    Temperature,
+)
+from jaxllm.models.recurrent import (
+    ChannelMix,
+    DeltaNet,
+    Mamba2,
+    Selective,
+    ShortConv,
+    TimeMix,
+)
 from support import layer_config, model_config, small_model, with_layers
 
 HALVES = Rope(theta=10000.0, dim=16, pairs="halves")
@@ -99,10 +117,19 @@ def _latent() -> ModelConfig:
     return model_config([layer] * 2)
 
 
+def _sparse() -> ModelConfig:
+    """The first layer chooses six keys, and the second attends to those too."""
+    plain, _ = _latent().layers
+    assert plain.rope is not None
+    indexer = Indexer(heads=4, dim=8, top_k=6, rope=plain.rope, bias=True, followed=True)
+    first = replace(plain, indexer=indexer, k_dim=plain.k_dim + indexer.dim)
+    return model_config([first, replace(plain, indexer=Follower(indexer.top_k))])
+
+
 def _recurrent() -> ModelConfig:
     """Five groups of a delta net, in turns with gated attention, beside Mamba 2 in one layer; one
     layer has no MLP and one nothing else. Channels of Mamba 1, and heads of channels, whose devices
-    sum something midway."""
+    sum something midway. Both halves of RWKV 6."""
     gated = layer_config(8, 2, 16, mlp=211, scale=0.25, gated_q=True, out_gate=16, qk_norm=True)
     bare = replace(gated, kv_heads=0, gated_q=False, out_gate=0, qk_norm=False, rope=None)
     net = DeltaNet(groups=5, v_heads=2, dim=8, kernel=4, tiled=True, joined=False)
@@ -127,15 +154,24 @@ def _recurrent() -> ModelConfig:
         replace(bare, recurrent=conv),
         replace(bare, recurrent=channels),
         replace(bare, recurrent=replace(channels, heads=True, conv_bias=False), mlp=0),
+        replace(bare, recurrent=TimeMix(groups=8, dim=8, rank=6, decay_rank=4), mlp=0),
+        replace(bare, recurrent=ChannelMix(groups=3, columns=48, embed=64), mlp=0),
     ]
     return model_config(layers)
+
+
+def blocks(size: int) -> ModelConfig:
+    """In one of two layers each KV group attends to the three best blocks of so many keys."""
+    layer = layer_config(8, 2, 16, mlp=211)
+    indexer = BlockIndexer(dim=8, size=size, top=3, local=1, rope=replace(HALVES, dim=8))
+    return model_config([layer, replace(layer, indexer=indexer)])
 
 
 GROUPED = _mixture(groups=4, groups_used=2, scale=2.5, biases=True, shared_gate=True)
 WARMER = Temperature(every=8, scale=0.5, offset=1)
 EARLY = _mixture(scores="softmax", shared_suffix="", reads="norm")
 # The numpy pass of `naive` does not know these; unit/models/test_layers.py has their parts.
-SWITCHES = ("heads-normed", "biased", "shared", "recurrent")
+SWITCHES = ("heads-normed", "biased", "shared", "recurrent", "blocks", "sparse")
 
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
@@ -148,6 +184,8 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "biased": (DecoderBlock, _biased()),
     "shared": (Gemma4Block, _shared()),
     "recurrent": (DecoderBlock, _recurrent()),
+    "blocks": (DecoderBlock, blocks(4)),
+    "sparse": (DecoderBlock, _sparse()),
     "sinks": (DecoderBlock, with_layers(_windows(24), sinks=True, out_factor=0.5)),
     "chunks": (DecoderBlock, with_layers(_windows(24), chunked=True, temperature=WARMER)),
     "latent": (DecoderBlock, _latent()),

@@ -8,8 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mesh_models import MODELS, SWITCHES
+from jaxllm import OptionError
+from mesh_models import MODELS, SWITCHES, blocks
 from support import (
+    PAGE,
     PLACES,
     Trace,
     assert_close,
@@ -114,6 +116,11 @@ def test_fused_over_more_devices(name: str, devices: int):
     assert_close(found.logits, _alone(name).logits, 2.5e-11, f"{name}: fused")
 
 
+def test_pages_hold_whole_blocks_of_keys():
+    with pytest.raises(OptionError, match=f"page is {PAGE}; random chooses blocks of 32 keys"):
+        make_llm(blocks(32))
+
+
 def test_factors_on_a_device_without_work():
     cut = dict(devices=2, split_mode="tensor", tensor_split="1,0")
     _check_fused("llama-factors", _check("llama-factors", **cut), **cut)
@@ -132,6 +139,11 @@ def test_link_bytes_of_windows(window: int, devices: int):
 
 def test_whole_layers():
     _check("gemma3", devices=2, split_mode="layer")
+
+
+def test_a_choice_of_keys_goes_with_the_layers():
+    """The layer that follows it is on another device."""
+    _check("sparse", devices=2, split_mode="layer")
 
 
 def test_layers_on_chosen_devices():
@@ -164,6 +176,7 @@ def test_roundings(rounding: str, dither: bool):
         *[("one-of-8", 1, 2, False), ("one-of-8", 1, 4, True)],
         ("three-of-4", 3, 4, True),
         *[("latent", 1, 2, False), ("latent", 1, 2, True)],
+        ("sparse", 1, 2, True),
     ],
 )
 def test_few_heads(name: str, heads: int, devices: int, replicate: bool):

@@ -12,11 +12,12 @@ from support import feed, nmse, step
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("name", ["qwen35", "rwkv6-dense"])
 @pytest.mark.parametrize("plan", [SMALL, UNEVEN], ids=["one", "uneven"])
-def test_ragged_batch(plan: dict[str, Any]):
+def test_ragged_batch(name: str, plan: dict[str, Any]):
     """Rows of other lengths decode together; a row that takes no part keeps its state."""
-    of = reference("qwen35")
-    llm = load_model("qwen35", parallel=3, **plan)
+    of = reference(name)
+    llm = load_model(name, parallel=3, **plan)
     lengths = of["seq3_lens"].tolist()
     parts = np.split(of["tokens"], np.cumsum(lengths)[:-1])
     alone = [feed(llm, row, part.tolist()) for row, part in enumerate(parts)]

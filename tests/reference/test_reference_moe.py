@@ -6,21 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm import ModelError
 from parity import UNEVEN, load_model, reference
 from support import nmse
 
 
 @pytest.mark.parity
 def test_blocks_of_which_none_is_left_out(shared: Path):
-    """llama.cpp chooses blocks of keys with flash attention alone: these logits are of all keys."""
+    """llama.cpp chooses blocks of keys with flash attention alone: these logits are of all keys. In
+    a variant some are left out."""
     name, ctx = "minimax-m3-moe", 32
     of = reference(name)
     for plan in ({}, UNEVEN):
         llm = load_model(name, **plan | {"ctx": ctx})
         assert nmse(llm.logits(of["tokens"][:ctx].tolist()), of["logits"][:ctx]) <= 1e-9
-    with pytest.raises(ModelError, match="of which minimax-m3 attends to all.* -c 32 or less"):
-        load_model(name, ctx=33)
 
 
 def test_layers_that_contradict_their_metadata(shared: Path):

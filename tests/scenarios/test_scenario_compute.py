@@ -11,8 +11,8 @@ import pytest
 from jaxllm.engine import fused, staged, staged_step
 from jaxllm.engine.stages import StageIn
 from jaxllm.llm import LOGIT_PLACES
-from jaxllm.models.config import Experts
 from jaxllm.models.experts import BLOCK_ROWS
+from jaxllm.models.parts import Experts
 from jaxllm.testing import random_llm, small_config
 from sharding import sizes
 

@@ -30,6 +30,17 @@ def test_nothing_measured_is_wrong():
     assert kept.faults(RESULTS) == []
 
 
+def test_a_row_has_dense_models_and_mixtures():
+    base = dict.fromkeys(("one", *kept.SPLITS, "weights"), 1e-12) | dict.fromkeys(
+        kept.PLACES, "equal"
+    )
+    dense = base | {"model": "d", "architecture": "llama", "notes": [], "q8_0": 1e-4}
+    mixture = dense | {"model": "m", "q8_0": 2e-4, "flips": 3}
+    text = kept.document(kept.HEADING, {"d": dense, "m": mixture})
+    [row] = [line for line in text.splitlines() if line.startswith("| `llama` |")]
+    assert row.split(" | ")[1] == "2" and "| 2e-04, 3 tokens |" in row
+
+
 def test_a_wrong_result_is_seen():
     right = {"model": "m", "architecture": "llama", "notes": [], "host": "equal"}
     right |= dict.fromkeys(("one", *kept.SPLITS, "q8_0", "weights"), 1e-12) | {"resident": "equal"}

@@ -239,7 +239,7 @@ def test_ties_go_to_the_lower_id(top: int):
 class Identity:
     """Ends whose logits are the hidden states."""
 
-    def logits(self, x: Any) -> Any:
+    def logits(self, x: Any, vocab: Any) -> Any:
         return x
 
 
@@ -305,6 +305,17 @@ def test_logprobs_are_those_of_the_model(mesh: str, name: str):
         np.testing.assert_allclose(found.logprob, row[token], atol=1e-4)
         assert [i for i, _ in found.top] == np.argsort(-row, kind="stable")[:5].tolist()
         np.testing.assert_allclose([v for _, v in found.top], np.sort(row)[:-6:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_rows_after_the_last_token_are_never_drawn(mesh: str):
+    """As of the vocabulary of MiniMax-01, whose last rows only fill it."""
+    llm, prompt = make_llm(small_model(drawn=70), **MESHES[mesh]), random_ids(9, 70)
+    logits = llm.logits(prompt)
+    np.testing.assert_array_equal(logits[:, 70:], -np.inf)
+    np.testing.assert_array_equal(logits[:, :70], _llm(mesh).logits(prompt)[:, :70])
+    params = SamplingParams(max_tokens=60, temperature=50.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
+    assert max(llm.generate([prompt], params)[0].token_ids) < 70
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from jaxllm import LLM, ModelConfig, OptionError, Rope, SamplingParams, SessionError
 from jaxllm.engine.rows import LayerRow
-from jaxllm.models.config import Latent
 from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.parts import Latent
 from support import (
     assert_close,
     assert_same_bytes,

@@ -11,8 +11,9 @@ import pytest
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.metadata import Metadata
-from jaxllm.models.config import Columns, Experts
+from jaxllm.models.config import Columns
 from jaxllm.models.experts import RoutedMLP, Router
+from jaxllm.models.parts import Experts
 from jaxllm.models.routing import Routing, read_experts
 from jaxllm.models.sources import TensorSource
 from jaxllm.models.weights import Slot

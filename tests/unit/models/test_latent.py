@@ -7,8 +7,8 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.models.config import Latent
 from jaxllm.models.decoder import attention
+from jaxllm.models.parts import Latent
 from support import layer_config
 
 

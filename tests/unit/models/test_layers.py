@@ -10,9 +10,9 @@ import pytest
 
 from jaxllm import LayerConfig, Rope
 from jaxllm.errors import ModelError
-from jaxllm.models.config import NormStyle, Yarn
 from jaxllm.models.heads import HeadNorms, alibi_slopes
 from jaxllm.models.layers import ACTIVATIONS, DenseMLP, HeadsOut, Norm, activation
+from jaxllm.models.parts import NormStyle, Yarn
 from jaxllm.models.rope import RopeTable, yarn_scales
 from support import layer_config, small_model
 

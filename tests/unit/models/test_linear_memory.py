@@ -26,28 +26,32 @@ def _inputs(seed: int, decay: float, keys: int = 1) -> list[np.ndarray]:
     return [a.astype(np.float32) for a in (q, k, v, g, memory, b)]
 
 
-def _naive(q, k, v, g, memory, b=None) -> tuple[np.ndarray, np.ndarray]:
+def _naive(q, k, v, g, memory, b=None, bonus=None) -> tuple[np.ndarray, np.ndarray]:
     """The rule token by token and head by head; g [..., T, key or 1, value or 1]."""
     q, k, v, g = (a.astype(np.float64) for a in (q, k, v, g))
     memory, out = memory.astype(np.float64), np.zeros(v.shape)
     for head in np.ndindex(ROWS, GROUPS, HEADS):
         group, own = head[:2], memory[head]
         for t in range(TOKENS):
+            before = own.copy()
             own *= np.exp(g[head][t])
             d = v[head][t]
             if b is not None:
                 d = b[head][t] * (d - own.T @ k[group][t])
             own += np.outer(k[group][t], d)
-            out[head][t] = own.T @ q[group][t]
+            asked = own
+            if bonus is not None:
+                asked = before + np.outer(bonus[head[1:]] * k[group][t], d)
+            out[head][t] = asked.T @ q[group][t]
     return out, memory
 
 
-def _steps(q, k, v, g, memory, b=None) -> tuple[jax.Array, jax.Array]:
+def _steps(q, k, v, g, memory, b=None, bonus=None) -> tuple[jax.Array, jax.Array]:
     """The same by single steps."""
     after, found, step = jnp.asarray(memory), [], jax.jit(memory_step)
     for t in range(TOKENS):
         one = q[..., t, :], k[..., t, :], v[..., t, :], g[..., t, :, :], after
-        o, after = step(*one, None if b is None else b[..., t])
+        o, after = step(*one, None if b is None else b[..., t], bonus)
         found.append(o)
     return jnp.stack(found, axis=-2), after
 
@@ -59,6 +63,21 @@ def test_chunks_steps_and_a_plain_loop(decay: float, keys: int):
     expected, end = _naive(q, k, v, g[..., None], memory, b)
     chunks = [memory_chunks(*map(jnp.asarray, (q, k, v, g, memory, b)), chunk=n) for n in (16, 64)]
     for o, after in (*chunks, _steps(q, k, v, g[..., None], memory, b)):
+        assert nmse(o, expected) < 1e-12
+        assert nmse(after, end) < 1e-12
+
+
+@pytest.mark.parametrize("keys", [1, DIM])
+@pytest.mark.parametrize("decay", [0.1, 400.0])
+def test_asked_before_it_takes_in(decay: float, keys: int):
+    q, k, v, g, memory, _ = _inputs(0, decay, keys)
+    bonus = np.random.default_rng(1).standard_normal((GROUPS, HEADS, DIM)).astype(np.float32)
+    expected, end = _naive(q, k, v, g[..., None], memory, bonus=bonus)
+    given = map(jnp.asarray, (q, k, v, g, memory))
+    for o, after in (
+        memory_chunks(*given, bonus=jnp.asarray(bonus)),
+        _steps(q, k, v, g[..., None], memory, bonus=bonus),
+    ):
         assert nmse(o, expected) < 1e-12
         assert nmse(after, end) < 1e-12
 

@@ -10,6 +10,7 @@ import pytest
 
 from jaxllm import ModelConfig, ModelError
 from jaxllm.gguf.metadata import Metadata
+from jaxllm.models.parts import Follower
 from jaxllm.models.registry import family
 
 SIZES = {
@@ -94,3 +95,52 @@ def test_gemma2_reads_pattern_and_base_of_windows():
     for key in ("attention__sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
         with pytest.raises(ModelError, match="positive"):
             configured("gemma2", **{key: 0})
+
+
+def test_rwkv6_halves_the_residual_after_every_second_block():
+    sizes = dict(wkv__head_size=64, time_mix_extra_dim=8, time_decay_extra_dim=8)
+    sizes |= dict(attention__layer_norm_epsilon=1e-5, attention__head_count=0)
+    tensors = ("blk.0.time_mix_lerp_fused.weight",)
+    layers = configured("rwkv6", tensors, rescale_every_n_layers=2, **sizes).layers
+    assert [layer.halved for layer in layers] == [False, False, False, True] * 3
+    assert not any(layer.halved for layer in configured("rwkv6", tensors, **sizes).layers)
+    with pytest.raises(ModelError, match=r"time_mix_lerp_fused\.weight is missing"):
+        configured("rwkv6", **sizes)
+    with pytest.raises(ModelError, match="heads of 60"):
+        configured("rwkv6", tensors, **sizes | dict(wkv__head_size=60))
+
+
+def test_glm_dsa_says_which_layers_choose_keys():
+    sizes = dict(block_count=12, attention__head_count_kv=1, rope__dimension_count=32)
+    sizes |= dict(attention__key_length=96, attention__value_length=64)
+    sizes |= dict(attention__key_length_mla=64, attention__value_length_mla=32)
+    sizes |= dict(attention__kv_lora_rank=64, attention__q_lora_rank=48)
+    sizes |= {f"attention__indexer__{k}": n for k, n in dict(head_count=2, key_length=32).items()}
+    sizes |= dict(attention__indexer__top_k=8)
+
+    def follow(**keys: Any) -> list[int]:
+        layers = configured("glm-dsa", **sizes, **keys).layers
+        followed = [i for i, c in enumerate(layers) if getattr(c.indexer, "followed", False)]
+        after = [i for i, c in enumerate(layers) if isinstance(c.indexer, Follower)]
+        assert followed == [i - 1 for i in after if i - 1 not in after]
+        return after
+
+    assert follow(context_length=1 << 17) == []
+    assert follow(context_length=1 << 20) == [3, 4, 5, 7, 8, 9, 11]
+    assert follow(attention__indexer__types=[1, 0] * 6) == [1, 3, 5, 7, 9, 11]
+    with pytest.raises(ModelError, match="the first layer of glm-dsa has no indexer"):
+        follow(attention__indexer__types=[0] * 12)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "hint"),
+    [
+        ("t5", "an encoder before a decoder; use gemma3"),
+        ("gemma4-assistant", "a draft in a file of its own; use gemma4 without a draft"),
+        ("rwkv7", "the nearest that are: rwkv6"),
+        ("zzz", "docs/architectures.md has those that are"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_nearest(architecture: str, hint: str):
+    with pytest.raises(ModelError, match=f"architecture '{architecture}' is not supported.*{hint}"):
+        family(architecture)
