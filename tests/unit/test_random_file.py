@@ -18,7 +18,7 @@ from jaxllm.gguf.blocks import BLOCK_TYPES
 def test_values_lie_around_zero(kind: GGMLQuantizationType) -> None:
     values = dequantize(random_blocks(kind)[:4096], kind)
     assert values.std() == pytest.approx(DEVIATION, rel=0.05)
-    assert abs(values.mean()) < DEVIATION / 10
+    assert abs(values.mean()) < DEVIATION / 8  # Q4_0 has one code more below zero
 
 
 def test_a_file_loads_and_stays_quantised(tmp_path: Path) -> None:
