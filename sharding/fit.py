@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sharding.errors import FitError
-from sharding.fit_search import Allowed, Considered, Search
+from sharding.fit_search import Allowed, Considered, Search, Tell, silent
 from sharding.fit_tables import Workload
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions
@@ -75,6 +75,7 @@ def fit(
     allowed: Allowed,
     workload: Workload | None = None,
     cut_tensors: Sequence[TensorShape] | None = None,
+    tell: Tell = silent,
 ) -> Fit:
     """Choose a plan; see the module's docstring.
 
@@ -84,6 +85,7 @@ def fit(
         tensors: every tensor of the model, no KV head replicated.
         cut_tensors: those of -sm tensor, where quantised weights are held otherwise to be cut.
         workload: the request whose time counts; by default one that fills the context.
+        tell: is told of what the search is at, with the steps of that which are done and all.
 
     Raises:
         FitError: when nothing fits, with the largest context that does; for more than 32 devices.
@@ -96,7 +98,7 @@ def fit(
         )
     workload = workload or Workload.filling(options.ctx)
     cut = tuple(tensors if cut_tensors is None else cut_tensors)
-    search = Search(model, mesh, options, tuple(tensors), allowed, workload, cut)
+    search = Search(model, mesh, options, tuple(tensors), allowed, workload, cut, tell)
     considered = search.run()
     if mesh.fabric.host_memory is not None and not any(c.plan for c in considered):
         search.spare_host = True
@@ -136,7 +138,9 @@ def largest_context(search: Search) -> int:
     """The largest whole number of pages of context for which a plan fits; 0 for none."""
     page = search.options.page
     low, high = 0, search.options.ctx // page
+    steps = high.bit_length()
     while low < high:
+        search.tell("largest context", steps - (high - low).bit_length(), steps)
         middle = (low + high + 1) // 2
         if _fits(search, middle * page):
             low = middle

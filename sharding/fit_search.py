@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,6 +20,12 @@ LAYERS = "layer"
 UBATCHES = (128, 256, 512, 1024, 2048)
 PREFETCHES = (4, 2)
 MARGIN = 1.01  # by which a plan may be faster than its cut's time tells
+
+Tell = Callable[[str, int, int], None]  # what is looked at, how many steps are done, of how many
+
+
+def silent(what: str, done: int, steps: int) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,13 @@ class Search:
         allowed: Allowed,
         workload: Workload,
         cut_tensors: tuple[TensorShape, ...],
+        tell: Tell = silent,
     ):
         self.model, self.mesh, self.options = model, mesh, options
         self.tensors, self.allowed, self.workload = tensors, allowed, workload
         self.cut_tensors = cut_tensors  # of -sm tensor
         self.spare_host = False  # look for cuts with little cache in host memory, too
+        self.tell = tell
 
     def run(self) -> list[Considered]:
         """All kinds of split with every pair of cache types, each with its best settings."""
@@ -98,7 +106,8 @@ class Search:
         considered = []
         best = float("inf")
         ways = [sorted(cuts, key=lambda c: c.seconds) for cuts in found.values()]
-        for cuts in sorted(ways, key=lambda cuts: cuts[0].seconds):
+        for i, cuts in enumerate(sorted(ways, key=lambda cuts: cuts[0].seconds)):
+            self.tell(f"plan of {cuts[0].kind}", i, len(ways))
             if self._alone(cuts[0]):
                 continue
             if cuts[0].seconds > best * MARGIN:
@@ -161,7 +170,10 @@ class Search:
         """The best cut of every kind with every setting."""
         probes: list[Probe] = []
         near: dict[int, float | None] = {}
-        for options in self.settings():
+        settings = list(self.settings())
+        for i, options in enumerate(settings):
+            types = f"{options.cache_type_k}/{options.cache_type_v}"
+            self.tell(f"cuts with {types} -ub {options.ubatch}", i, len(settings))
             probes = probes or [
                 Probe(self.model, self.mesh, options, tensors)
                 for tensors in dict.fromkeys((self.tensors, self.cut_tensors))

@@ -195,6 +195,23 @@ def test_too_large_a_context_is_told_with_the_largest():
         at(largest + 1024)
 
 
+def test_a_search_tells_what_it_is_at():
+    told: list[tuple[str, int, int]] = []
+
+    def tell(what: str, done: int, steps: int) -> None:
+        told.append((what, done, steps))
+
+    shape, weights = large(8, 2)
+    fit(shape, eight(), PlanOptions(ctx=4096, itemsize=2), weights, ONE, tell=tell)
+    assert {what.split()[0] for what, _, _ in told} == {"cuts", "plan"}
+    assert all(0 <= done < steps for _, done, steps in told)
+    told.clear()
+    with pytest.raises(FitError, match="the largest that fits"):
+        few = Mesh(eight().devices[:1], fabric=Fabric(host_memory=1 << 28))
+        fit(shape, few, PlanOptions(ctx=1 << 24, itemsize=2), weights, ONE, tell=tell)
+    assert told[-1][0] == "largest context"
+
+
 def test_weights_larger_than_all_memory():
     mesh = Mesh(eight().devices[:3])
     shape, weights = large(8)
