@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from jaxllm.errors import HubError
+from jaxllm.hub_hf import fetch_hf
 from jaxllm.hub_models import MODELS, NamedModel, Package
 from jaxllm.runtime import cache_root
 
@@ -35,7 +36,6 @@ __all__ = ["MODELS", "NamedModel", "Package", "cache_folder", "fetch", "resolve"
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
 _STALE_SECONDS = 24 * 3600
-_SPLIT_NAME = re.compile(r"-00001-of-(\d{5})\.gguf$")
 Report = Callable[[str, int], None]
 
 
@@ -53,7 +53,7 @@ def resolve(spec: str, progress: bool = True) -> Path:
     if not spec:
         raise HubError("the model's name is empty; give a path, a name or hf:owner/repo/file.gguf.")
     if spec.startswith("hf:"):
-        return _fetch_hf(spec)
+        return fetch_hf(spec)
     path = Path(spec).expanduser()
     separators = {os.sep, "/"} | ({os.altsep} if os.altsep else set())
     if path.is_file() or spec.endswith(".gguf") or any(each in spec for each in separators):
@@ -322,30 +322,3 @@ def _reporting(model: NamedModel, console: Console, progress: bool) -> Iterator[
                 finished += count
 
         yield report
-
-
-def _fetch_hf(spec: str) -> Path:
-    """`hf:owner/repo/path/file.gguf` through huggingface_hub, with its own cache and messages."""
-    owner, _, rest = spec.removeprefix("hf:").partition("/")
-    repo, _, file = rest.partition("/")
-    if not (owner and repo and file.endswith(".gguf")):
-        raise HubError(f"{spec!r} does not have the form hf:owner/repo/path/file.gguf.")
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise HubError(
-            f"{spec!r} needs the huggingface_hub package: run pip install 'jaxllm[hub]'."
-        ) from error
-    files = [file]
-    if match := _SPLIT_NAME.search(file):
-        count = int(match[1])
-        stem = file[: match.start()]
-        files = [f"{stem}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
-    try:
-        paths = [huggingface_hub.hf_hub_download(f"{owner}/{repo}", each) for each in files]
-    except Exception as error:  # The library raises its own, requests' and the system's errors.
-        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-        raise HubError(
-            f"cannot fetch {spec!r} ({reason}): check the name and the network."
-        ) from error
-    return Path(paths[0])

@@ -24,7 +24,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.registry import family
 from jaxllm.models.sources import GGUFSource
 from jaxllm.models.weights import slots
-from jaxllm.progress import measure_aloud, measuring
+from jaxllm.progress import measure_aloud, measuring, searching
 from jaxllm.runtime import default_dtype, links_file
 from sharding import Mesh, Plan, PlanOptions, parse_shares, position_bytes
 from sharding.fit import Fit
@@ -139,7 +139,7 @@ def fit_config(
         cache_type_k, cache_type_v: types that may be chosen, as "f16,q8_0" or a sequence.
         workload: the request whose time counts.
         weights, stored: "quantised" counts matrices as the file has them; `stored` has their types.
-        progress: show what is measured.
+        progress: show what is measured and searched.
         arguments: those of `LLM` that a fit does not choose.
 
     Raises:
@@ -171,7 +171,9 @@ def fit_config(
         most = max(max(layer.kv_heads, layer.states) for layer in whole.model.layers)
         alone, paper = replace(options, split_mode="tensor"), Mesh.virtual(max(1, most))
         cut = plan_model(block, cfg, paper, alone, dtype, mlp_block, keep).plan.tensors
-    return fastest(whole.model, mesh, whole.options, whole.tensors, allowed, workload, cut)
+    with searching(progress) as tell:
+        what = whole.model, mesh, whole.options, whole.tensors, allowed
+        return fastest(*what, workload, cut, tell)
 
 
 def _kept(weights: str, stored: StoredTypes | None) -> StoredTypes | None:

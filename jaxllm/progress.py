@@ -97,3 +97,18 @@ def counting(what: str, total: int, show: bool) -> Iterator[Tell]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total, text="")
         yield lambda text: bar.update(task, advance=1, text=text)
+
+
+@contextmanager
+def searching(show: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar over the steps of what a search is at, as it is told: what, how many steps are done, of
+    how many."""
+    if not (show and sys.stderr.isatty()):
+        yield lambda what, done, steps: None
+        return
+    columns = (TextColumn("searching: {task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, steps: bar.update(
+            task, description=what, completed=done, total=steps
+        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -76,11 +77,17 @@ def save(path: Path, origin: Origin, session: Session) -> None:
         save_file(tensors, part, metadata=facts)
         part.replace(path)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or _system_error(str(error))
         raise SessionError(f"cannot write the session {str(path)!r}: {reason}") from error
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def _system_error(text: str) -> str:
+    """What the system said in an error of safetensors, which names its own temporary file."""
+    found = re.search(r"\(os error (\d+)\)", text)
+    return os.strerror(int(found[1])) if found else text
 
 
 def load(path: Path, origin: Origin, ctx: int) -> Session:

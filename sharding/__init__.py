@@ -15,8 +15,9 @@ and no jax.
     exchange.py   partials to sums, by copies         units.py      bytes as text
     fabric.py     wires between devices               machine.py    a machine from a file
     cost.py       the time of a step                  fit.py        the fastest plan that fits
-    fit_search.py, fit_layers.py, fit_tensor.py   its searches
-    fit_tables.py, fit_report.py                  their figures, and its report
+    fit_search.py, fit_kinds.py, fit_ties.py      its search, and the choice between equals
+    fit_layers.py, fit_tensor.py, fit_distribute.py  the fastest cuts
+    fit_tables.py, fit_memory.py, fit_report.py   their seconds and bytes, and its report
 """
 
 from sharding.axes import AXES, Axis, axis

@@ -144,11 +144,7 @@ class CostModel:
 
     def _count(self, tensor: TensorShape) -> None:
         plan = self.plan
-        elements = float(np.prod(tensor.shape))
-        # Each array of a quantised matrix covers all its values, which are multiplied with once.
-        matrix = tensor.name.rpartition(".")[0] if tensor.packs > 1 else tensor.name
-        values = 0.0 if matrix in self._counted else elements * tensor.packs
-        self._counted.add(matrix)
+        matrix, values = values_of(tensor, self._counted)
         split = tensor.split_axis
         ranges = None if split is None else plan.ranges(split.name, tensor.layer)
         if ranges is None:
@@ -156,7 +152,7 @@ class CostModel:
         else:
             dim = tensor.axes.index(split.name) if split else 0
             part = _counts(plan, ranges) / (tensor.shape[dim] * tensor.packs_along(dim))
-        both = np.stack((elements * tensor.itemsize * part, values * part))
+        both = np.stack((tensor.nbytes * part, values * part))
         if tensor.layer is None:
             if len(tensor.shape) == 1:
                 self._vectors += both
@@ -262,6 +258,16 @@ def _counts(plan: Plan, ranges: tuple[tuple[int, int], ...]) -> Floats:
     """Units a device, padding of the fused engine included."""
     counts = np.array([stop - start for start, stop in ranges], float)
     return np.full_like(counts, counts.max()) if plan.padded else counts
+
+
+def values_of(tensor: TensorShape, counted: set[str]) -> tuple[str, float]:
+    """The matrix that a tensor is of, and values of it that none of the `counted` ones had: each
+    array of a quantised matrix covers all its values, which are multiplied with once."""
+    matrix = tensor.name.rpartition(".")[0] if tensor.packs > 1 else tensor.name
+    if matrix in counted:
+        return matrix, 0.0
+    counted.add(matrix)
+    return matrix, float(np.prod(tensor.shape)) * tensor.packs
 
 
 def groups_of(pages: int, largest: int) -> int:

@@ -1,13 +1,12 @@
 """Choosing how to split a model: the plan whose request takes the least time, under every device's
 free memory.
 
-For each cache type, chunk size and depth of prefetch that is allowed, two searches give the cut
-with the shortest decode step: `sharding.fit_layers` for whole layers, `sharding.fit_tensor` for
-every layer over 2, 3, ... devices. Both are exact over whole layers, KV groups and MLP blocks, for
-links that work under computation and a cache that is divisible. A plan keeps whole layers' slices
-first, so its time may differ from its cut's by what the link takes for part of one slice. Cuts are
-made plans of in the order of their time, and plans are compared by the cost model. The search ends
-where no cut that is left is faster than the best plan by more than that.
+A way is a kind of cut (everything on one device, whole layers, every layer over 2, 3, ... devices)
+with a cache type, chunk size and depth of prefetch that are allowed. `sharding.fit_layers` and
+`sharding.fit_tensor` tell whether any cut of a way keeps a limit of the request's seconds; both are
+exact over whole layers, KV groups and MLP blocks, for links that work under computation and layers
+that are alike. `sharding.fit_search` finds the fastest cut with them, and makes plans, which the
+cost model compares. Of plans that are nearly as fast, `sharding.fit_ties` takes the simplest.
 
 Not considered: replicated KV heads, dithered rounding, and attention shares finer than the KV
 groups of the layers that have most. docs/fit.md says what they could win.
@@ -20,19 +19,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sharding.errors import FitError
-from sharding.fit_search import Allowed, Considered, Search
+from sharding.fit_search import Allowed, Considered, Search, Tell, silent
 from sharding.fit_tables import Workload
+from sharding.fit_ties import choose
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions
 from sharding.plan import Plan
 from sharding.shapes import ModelShape, TensorShape
 
-MOST_DEVICES = 32  # a search's time grows with the square of their number, here to 14 s
+MOST_DEVICES = 32  # a search takes seconds for as many
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The plan chosen and all that was considered, the best first."""
+    """The plan chosen and all that was considered, the chosen one first. `chosen.why` says what
+    makes it simpler than a faster one, if there is any."""
 
     chosen: Considered
     considered: tuple[Considered, ...]
@@ -75,6 +76,7 @@ def fit(
     allowed: Allowed,
     workload: Workload | None = None,
     cut_tensors: Sequence[TensorShape] | None = None,
+    tell: Tell = silent,
 ) -> Fit:
     """Choose a plan; see the module's docstring.
 
@@ -84,6 +86,7 @@ def fit(
         tensors: every tensor of the model, no KV head replicated.
         cut_tensors: those of -sm tensor, where quantised weights are held otherwise to be cut.
         workload: the request whose time counts; by default one that fills the context.
+        tell: is told of what the search is at, with the steps of that which are done and all.
 
     Raises:
         FitError: when nothing fits, with the largest context that does; for more than 32 devices.
@@ -96,23 +99,34 @@ def fit(
         )
     workload = workload or Workload.filling(options.ctx)
     cut = tuple(tensors if cut_tensors is None else cut_tensors)
-    search = Search(model, mesh, options, tuple(tensors), allowed, workload, cut)
+    search = Search(model, mesh, options, tuple(tensors), allowed, workload, cut, tell)
     considered = search.run()
     if mesh.fabric.host_memory is not None and not any(c.plan for c in considered):
         search.spare_host = True
         considered = search.run()
-    best = min((c for c in considered if c.plan), key=lambda c: c.seconds, default=None)
-    if best is None:
+    fastest = min((c for c in considered if c.plan), key=lambda c: c.seconds, default=None)
+    if fastest is None:
         raise _nothing_fits(search)
-    ranked = sorted(considered, key=lambda c: (c is not best, c.options is None, c.seconds))
-    judged = [c if c is best else replace(c, why=c.why or _why(c, best)) for c in ranked]
-    return Fit(best, tuple(judged), workload)
+    chosen = choose(search, fastest)
+    others = [c for c in considered if not _same_way(c, chosen) or c.seconds < chosen.seconds]
+    ranked = sorted(others, key=lambda c: (c.options is None, c.seconds))
+    judged = [replace(c, why=c.why or _why(c, chosen)) for c in ranked]
+    return Fit(chosen, (chosen, *judged), workload)
 
 
-def _why(lost: Considered, best: Considered) -> str:
-    """Why a way that fits is not the best."""
-    least = " at least" if lost.plan is None else ""
-    return f"{lost.seconds / best.seconds:.2f} times the time{least}: {lost.limit}"
+def _same_way(one: Considered, chosen: Considered) -> bool:
+    """Whether one is of the chosen kind and cache types."""
+    if one.options is None or chosen.options is None or one.kind != chosen.kind:
+        return False
+    both = [(o.cache_type_k, o.cache_type_v) for o in (one.options, chosen.options)]
+    return both[0] == both[1]
+
+
+def _why(lost: Considered, chosen: Considered) -> str:
+    """Why a way that fits was not chosen."""
+    if lost.seconds < chosen.seconds:
+        return f"{100 * (1 - lost.seconds / chosen.seconds):.2g} % faster, less simple"
+    return f"{lost.seconds / chosen.seconds:.2f} times the time: {lost.limit}"
 
 
 def _nothing_fits(search: Search) -> FitError:
@@ -136,7 +150,9 @@ def largest_context(search: Search) -> int:
     """The largest whole number of pages of context for which a plan fits; 0 for none."""
     page = search.options.page
     low, high = 0, search.options.ctx // page
+    steps = high.bit_length()
     while low < high:
+        search.tell("largest context", steps - (high - low).bit_length(), steps)
         middle = (low + high + 1) // 2
         if _fits(search, middle * page):
             low = middle
@@ -161,4 +177,4 @@ def _fits(search: Search, ctx: int) -> bool:
         search.cut_tensors,
     )
     small.spare_host = True
-    return any(small.plan(cut).plan is not None for cut in small.cuts())
+    return small.fits()

@@ -1,37 +1,29 @@
-"""The best cut of whole layers over devices in their order.
+"""Cuts of whole layers over devices in their order.
 
-Exact, by dynamic programming: the time of a step is the larger of every link's time and the sum of
-the devices' turns, and a turn depends on the device and on the first and last of its layers alone.
-So for a time T, of all cuts whose links need no longer than T, the one of the least sum is found by
-adding one device at a time; a bisection finds the least T that some cut keeps.
+Exact: the time of a step is the larger of every link's time, the host thread's, and the sum of the
+devices' turns, and a turn depends on the device and on the first and last of its layers alone. A
+request takes so many steps of two kinds, chunks of its prompt and decode steps. Whether any cut
+keeps a limit of the request's seconds is found by halving what a chunk may take: with both ends of
+that, the seconds of both steps are bounded, so spans of layers whose links need longer are out, and
+the shortest path through the others, device by device, tells whether the turns can be kept, too.
+Where shortest paths by several weights of both kinds do not tell, all paths are looked at that are
+no worse in both than another.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
-from sharding.fit_tables import Floats, Slices, Stage, Tables
+from sharding.fit_memory import Slices
+from sharding.fit_tables import Cut, Floats, Stage, Tables
 
-ROUNDS = 40  # of a bisection, each halving what is not yet known
-
-
-@dataclass(frozen=True)
-class LayerCut:
-    """Layers a device, and whether all of the cache stays on the devices; seconds of the decode
-    step and of a prompt's chunk; the device whose link the decode step waits for, None where it
-    does not."""
-
-    counts: tuple[int, ...]
-    resident: bool
-    decode: float
-    prefill: float
-    link: int | None = None
-
-
+CLOSE = 4e-6  # a cut keeps a limit to this part
+SLACK = 1 + 1e-9  # of comparisons of seconds
+TRIES = 6  # weights of both kinds of steps, each halving what may tell most
+CHUNK, STEP = np.array([1.0, 0.0]), np.array([0.0, 1.0])  # weights of both kinds of steps
 Stops = tuple[int, ...]  # by device, where its layers end
-Times = list[tuple[Floats, Floats]]
 
 
 class _Spans:
@@ -44,8 +36,10 @@ class _Spans:
         self._last = np.zeros((layers + 1, layers + 1))
         self._last[:layers, layers] = 1.0
         ends = np.add.outer(np.zeros(layers + 1), np.arange(layers + 1))
-        self.some = ends > np.arange(layers + 1)[:, None]
+        self._some = ends > np.arange(layers + 1)[:, None]
         self._memory()
+        turns, links = zip(*(self._times(stage) for stage in t.stages), strict=True)
+        self.turns, self.links = np.array(turns), np.array(links)  # [2, L + 1, L + 1], seconds
 
     def _sum(self, values: Floats) -> Floats:
         total = np.concatenate(([0.0], np.cumsum(values)))
@@ -67,11 +61,10 @@ class _Spans:
         widest += np.maximum(matrices, t.unpacked_vocab * self._last)
         needed = self._sum(t.weights + t.ring) + outside + 4 * t.residual + widest
         room = t.cap[self._device] - needed
-        self.whole_fits = room[0, -1] + t.ring.sum() >= t.whole_ring.sum()
         pages, group = self._sum(t.pages), self._most(t.group)
         self._copies = t.copies * group
-        self.resident = room >= pages
-        self.fits = self.some & (self.resident | (room >= self._copies))
+        self.resident = self._some & (room >= pages)
+        self.fits = self._some & (self.resident | (room >= self._copies))
         self._kept = np.where(self.resident, pages, np.clip(room - self._copies, 0, pages))
         self._count, self._pages = self._sum((t.pages > 0).astype(float)), pages
         self._group = group * t.options.slots
@@ -82,14 +75,14 @@ class _Spans:
         d = self._device
         return self._sum(stage.attn[:, d] + stage.mlp[:, d]) + stage.head[d] * self._last
 
-    def times(self, stage: Stage) -> tuple[Floats, Floats]:
+    def _times(self, stage: Stage) -> tuple[Floats, Floats]:
         """Seconds of the turn and of the link."""
-        d, t = self._device, self._tables
+        rate = self._tables.link[self._device]
         compute = self.compute(stage)
         cache = Slices.of(self._count, self._pages, self._sum(stage.live), self._group)
         sent = np.where(self.resident, 0.0, cache.streamed(self._kept))
-        if t.link[d] > 0:
-            link, room = sent / t.link[d], self._copies / t.link[d]
+        if rate > 0:
+            link, room = sent / rate, self._copies / rate
         else:
             link, room = np.where(sent > 0, np.inf, 0.0), np.zeros_like(sent)
         turn = np.maximum(compute, link - np.minimum(room, link))
@@ -97,64 +90,177 @@ class _Spans:
 
 
 class LayerCuts:
-    """The searches of one set of tables."""
+    """The cuts of one set of tables."""
 
     def __init__(self, tables: Tables):
-        self._tables = tables
-        self._spans = [_Spans(tables, d) for d in range(len(tables.cap))]
-        self._decode = [s.times(tables.decode) for s in self._spans]
-        self._prefill = [s.times(tables.prefill) for s in self._spans]
-
-    def best(self) -> LayerCut | None:
-        """The cut with the shortest decode step; None where none fits."""
-        tables, times = self._tables, self._decode
-        least = _best(tables, times, np.inf)
-        if least is None:
-            return None
-        low, high = least[0], max(least[0], _links(times, least[1]))
-        best = least[1]
-        for _ in range(ROUNDS if high > low else 0):
-            middle = (low + high) / 2
-            found = _best(tables, times, middle)
-            if found is not None and found[0] <= middle:
-                high, best = middle, found[1]
-            else:
-                low = middle
-            if high - low < 1e-6 * high:
-                break
-        return self._cut(best)
-
-    def least_on_host(self) -> LayerCut | None:
-        """The cut with the least of its cache in host memory; None where none fits."""
-        nothing = np.zeros_like(self._spans[0].on_host)
-        least = _best(self._tables, [(s.on_host, nothing) for s in self._spans], np.inf)
-        return None if least is None else self._cut(least[1])
-
-    def alone(self, device: int) -> LayerCut | None:
-        """All layers on one device; None where they do not fit."""
-        layers, spans = len(self._tables.model.layers), self._spans[device]
-        if spans.whole_fits:
-            counts = tuple(layers * (d == device) for d in range(len(self._spans)))
-            t = self._tables
-            return LayerCut(counts, True, *(spans.compute(s)[0, -1] for s in (t.decode, t.prefill)))
-        if not spans.fits[0, layers]:
-            return None
-        return self._cut((0,) * device + (layers,) * (len(self._spans) - device))
-
-    def _cut(self, stops: Stops) -> LayerCut:
-        spans = _spans_of(stops)
-        counts = [0] * len(self._spans)
-        for d, (i, j) in spans:
-            counts[d] = j - i
-        slowest = max(spans, key=lambda s: self._decode[s[0]][1][s[1]])[0]
-        step = _step(self._tables, self._decode, stops)
-        return LayerCut(
-            tuple(counts),
-            all(self._spans[d].resident[span] for d, span in spans),
-            step,
-            _step(self._tables, self._prefill, stops),
-            slowest if _links(self._decode, stops) >= step else None,
+        t = self._t = tables
+        self._spans = [_Spans(t, d) for d in range(len(t.cap))]
+        self._turns, self._links = (  # [R, 2, L + 1, L + 1]
+            np.array([getattr(s, name) for s in self._spans]) for name in ("turns", "links")
         )
+        self._resident = np.array([s.resident for s in self._spans])
+        self._count = np.array([stage.count for stage in t.stages])
+        fabric = t.mesh.fabric  # a copy to the next device; the least there is, inside a host
+        self._copy = np.array([fabric.copy_seconds((0,), s.payload) for s in t.stages])
+        layers = len(t.model.layers)
+        owners = [t.model.cache_owner(i) for i in range(layers)]
+        # Where a device's layers may begin: never between two that have one cache.
+        self._begins = np.array([all(o >= b for o in owners[b:]) for b in range(layers + 1)])
+
+    def within(self, limit: float, resident: bool = False, most: int | None = None) -> Cut | None:
+        """A cut whose request takes no more seconds than `limit`, but for a millionth part or so;
+        None where there is none. `resident`: all of the cache stays on the devices; `most`: on so
+        many devices at most."""
+        todo = []
+        for spans, least in self._counts(
+            resident, min(most or len(self._spans), len(self._begins) - 1)
+        ):
+            if np.isfinite(least).all() and self._count @ least <= limit * SLACK:
+                todo.append((least[0], np.inf, least[1], spans))
+        while todo:
+            low, high, other, spans = (
+                todo.pop()
+            )  # least and most seconds of a chunk, least of a step
+            chunk = (limit - self._count[1] * other) / self._count[0]
+            step = (limit - self._count[0] * low) / self._count[1]
+            stops = self._keeping(np.array([min(high, chunk), step]), limit, resident, spans)
+            if stops is None:
+                continue
+            cut = self._cut(stops)
+            if cut.seconds <= limit * (1 + CLOSE):
+                return cut
+            middle = (low + cut.prefill) / 2
+            todo += [(middle, high, other, spans), (low, middle, other, spans)]
+        return None
+
+    def _counts(self, resident: bool, most: int) -> Iterator[tuple[range, Floats]]:
+        """How many spans there may be, and what a step of each kind takes at least with so many:
+        any number where the host thread is never the slowest, else every number by itself, since
+        its time follows from that."""
+        free, numbers = np.full(2, np.inf), range(1, most + 1)
+        starts = [[self._t.dispatch(s, n, 1, 1) for s in self._t.stages] for n in numbers]
+        for spans in [numbers, *(range(n, n + 1) for n in reversed(numbers))]:
+            found = [self._shortest(kind, free, resident, spans) for kind in (CHUNK, STEP)]
+            sums = np.array([np.inf if each is None else each[0] for each in found])
+            if spans == numbers and np.all(starts[-1] <= sums):
+                yield spans, sums
+                return
+            if len(spans) == 1:
+                yield spans, np.maximum(sums, starts[spans[0] - 1])
+
+    def least_on_host(self) -> Cut | None:
+        """The cut with the least of its cache in host memory; None where none fits."""
+        cost = np.array([s.on_host for s in self._spans])
+        any_number = range(1, len(cost) + 1)
+        found = _path(cost, np.where(self._begins, 0.0, np.inf), any_number)
+        return None if found is None else self._cut(found[1])
+
+    def alone(self, device: int) -> list[Cut]:
+        """All layers on one device, where they fit: as one program, and with a cache of which as
+        much stays as can."""
+        t, spans, layers = self._t, self._spans[device], len(self._t.model.layers)
+        found: list[Cut] = []
+        if t.fused <= t.cap[device]:
+            steps = np.array([spans.compute(stage)[0, layers] for stage in t.stages])
+            starts = np.full(2, 2e-6 * t.mesh.fabric.dispatch_us)  # two programs
+            counts = tuple(layers * (d == device) for d in range(len(self._spans)))
+            shares = counts, (), True
+            found.append(t.cut(shares, steps, np.zeros((2, 1)), starts, "computing"))
+        if spans.fits[0, layers]:
+            found.append(self._cut((0,) * device + (layers,) * (len(self._spans) - device)))
+        return found
+
+    def _keeping(self, most: Floats, limit: float, resident: bool, spans: range) -> Stops | None:
+        """A cut whose sums take no more seconds than `limit` in a request and than `most` in a step
+        of each kind; the shortest path of some weights is one or tells that there is none, or else
+        all are looked at."""
+        both, low, high = 0.5, 0.0, 1.0  # how much the decode step weighs
+        for weight in (both, low, high, *[None] * TRIES):
+            part = (low + high) / 2 if weight is None else weight
+            weights = self._count * (1 - part, part)
+            bound = min(weights @ most, limit / 2 if part == both else np.inf)
+            found = self._shortest(weights, most, resident, spans)
+            if found is None or found[0] > bound * SLACK:
+                return None
+            sums = self._sums(found[1])
+            chunk, step = sums <= most * SLACK
+            if chunk and step and self._count @ sums <= limit * SLACK:
+                return found[1]
+            if weight is None or part == both:
+                low, high = (part, high) if chunk else (low, part)
+        return self._best_of_both(most, limit, resident, spans)
+
+    def _late(self, most: Floats, resident: bool) -> np.ndarray:
+        """Which spans, [R, L + 1, L + 1], are out: their links need longer, or not all stays."""
+        late = (self._links > most[:, None, None] * SLACK).any(1)
+        return np.asarray(late | ~self._resident if resident else late)
+
+    def _before(self, weights: Floats) -> Floats:
+        """Seconds of copies before spans that begin at each layer, [L + 1]."""
+        first = np.arange(len(self._begins)) == 0
+        return np.where(self._begins, np.where(first, 0.0, weights @ self._copy), np.inf)
+
+    def _shortest(
+        self, weights: Floats, most: Floats, resident: bool, spans: range
+    ) -> tuple[float, Stops] | None:
+        """The least sum of turns and copies, and the cut that has it."""
+        cost = np.zeros_like(self._links[:, 0])
+        for s in np.flatnonzero(weights):
+            cost = cost + weights[s] * self._turns[:, s]
+        cost[self._late(most, resident)] = np.inf
+        return _path(cost, self._before(weights), spans)
+
+    def _best_of_both(
+        self, most: Floats, limit: float, resident: bool, spans: range
+    ) -> Stops | None:
+        """The same, of all cuts that are no worse in both kinds of steps than another with as many
+        layers."""
+        late = self._late(most, resident)[:, None]
+        before = np.array([self._before(kind) for kind in (CHUNK, STEP)])
+        cost = np.where(late, np.inf, self._turns) + before[:, :, None]  # [R, 2, L + 1, L + 1]
+        cost = np.concatenate(
+            (cost, np.einsum("s,rsij->rij", self._count, cost)[:, None]), axis=1
+        )  # and of the request
+        bounds = np.array([*most, limit])[:, None] * SLACK
+        end = len(self._begins) - 1
+        left = np.where(np.arange(end + 1) == end, 0.0, np.full((3, end + 1), np.inf))
+        to_go = [left]  # sums from a layer on, by the first device that is left
+        for step in cost[:0:-1]:
+            left = np.minimum(left, (step + left[:, None]).min(2))
+            to_go.append(left)
+        fronts: dict[tuple[int, int], list[tuple[float, float, Stops]]] = {(0, 0): [(0, 0, ())]}
+        for step, left in zip(cost, reversed(to_go), strict=True):
+            step[:, np.arange(end + 1), np.arange(end + 1)] = 0.0  # the device takes no part
+            found: dict[tuple[int, int], list[tuple[float, float, Stops]]] = {}
+            for (used, at), front in fronts.items():
+                for chunk, decode, stops in front:
+                    so_far = np.array((chunk, decode, self._count @ (chunk, decode)))
+                    sums = so_far[:, None] + step[:, at, at:]
+                    for j in np.flatnonzero((sums + left[:, at:] <= bounds).all(0)):
+                        key = int(used + (j > 0)), at + int(j)
+                        if key[0] < spans.stop:
+                            one = float(sums[0, j]), float(sums[1, j]), (*stops, key[1])
+                            found.setdefault(key, []).append(one)
+            fronts = {key: _no_worse(front) for key, front in found.items()}
+        ends = [one for n in spans for one in fronts.get((n, end), [])]
+        return min(ends, key=lambda one: self._count @ one[:2])[2] if ends else None
+
+    def _sums(self, stops: Stops) -> Floats:
+        """Seconds of turns and copies in a step of each kind."""
+        spans = _spans_of(stops)
+        turns = sum(self._turns[d, :, i, j] for d, (i, j) in spans)
+        return turns + self._copy * (len(spans) - 1)
+
+    def _cut(self, stops: Stops) -> Cut:
+        spans, t = _spans_of(stops), self._t
+        counts = [0] * len(self._spans)
+        links = np.zeros((2, len(counts)))
+        for d, (i, j) in spans:
+            counts[d], links[:, d] = j - i, self._links[d, :, i, j]
+        resident = all(self._resident[d, i, j] for d, (i, j) in spans)
+        starts = np.array([t.dispatch(stage, len(spans), 1, 1) for stage in t.stages])
+        words = "computing" if len(spans) == 1 else "devices compute one after another"
+        return t.cut((tuple(counts), (), resident), self._sums(stops), links, starts, words)
 
 
 def _spans_of(stops: Stops) -> list[tuple[int, tuple[int, int]]]:
@@ -162,43 +268,38 @@ def _spans_of(stops: Stops) -> list[tuple[int, tuple[int, int]]]:
     return [(d, (i, j)) for d, (i, j) in enumerate(zip(starts, stops, strict=True)) if j > i]
 
 
-def _links(times: Times, stops: Stops) -> float:
-    return max(times[d][1][span] for d, span in _spans_of(stops))
+def _no_worse(front: list[tuple[float, float, Stops]]) -> list[tuple[float, float, Stops]]:
+    """Those that are worse in neither of two figures than another, or equal to it."""
+    kept: list[tuple[float, float, Stops]] = []
+    for one in sorted(front):
+        if not kept or one[1] < kept[-1][1]:
+            kept.append(one)
+    return kept
 
 
-def _step(tables: Tables, times: Times, stops: Stops) -> float:
-    spans = _spans_of(stops)
-    copies = _hand_over(tables) * (len(spans) - 1)
-    total = sum(times[d][0][span] for d, span in spans) + copies
-    return float(max(total, _links(times, stops)))
-
-
-def _hand_over(tables: Tables) -> float:
-    """Seconds of the copy from one device to the next; the least there is, inside a host."""
-    return tables.mesh.fabric.copy_seconds((0,), tables.decode.payload)
-
-
-def _best(tables: Tables, times: Times, limit: float) -> tuple[float, Stops] | None:
-    """The least sum of turns over cuts whose links need no longer than `limit`."""
-    model = tables.model
-    layers = len(model.layers)
-    owners = [model.cache_owner(i) for i in range(layers)]
-    allowed = np.array([all(o >= b for o in owners[b:]) for b in range(layers + 1)])
-    copy = _hand_over(tables) * (np.arange(layers + 1) > 0)
-    total = np.where(np.arange(layers + 1) == 0, 0.0, np.inf)
-    came: list[np.ndarray] = []
-    for turn, link in times:
-        step = np.where(link <= limit * (1 + 1e-12), turn, np.inf) + (total + copy)[:, None]
-        step[:, ~allowed] = np.inf
-        start = np.argmin(step, axis=0)
-        found = step[start, np.arange(layers + 1)]
-        stay = total <= found
-        came.append(np.where(stay, np.arange(layers + 1), start))
+def _path(cost: Floats, before: Floats, spans: range) -> tuple[float, Stops] | None:
+    """The least sum of a number of spans that follow each other, and where they end. `cost`
+    [R, L + 1, L + 1] is that of a device's span, `before` [L + 1] what one that begins at a layer
+    takes first."""
+    up = len(spans) < len(cost)  # whether spans are counted
+    total = np.full((spans.stop if up else 1, len(before)), np.inf)
+    total[0, 0] = 0.0
+    came: list[np.ndarray] = []  # where the device's span began; -1: it has none
+    for own in cost:
+        step = (total[: len(total) - up] + before)[:, :, None] + own
+        start = np.full(total.shape, -1)
+        found = np.full(total.shape, np.inf)
+        start[up:], found[up:] = step.argmin(1), step.min(1)
+        came.append(np.where(found < total, start, -1))
         total = np.minimum(total, found)
-    if not np.isfinite(total[layers]):
+    used = spans.start + int(total[spans.start :, -1].argmin()) if up else 0
+    at = len(before) - 1
+    best = float(total[used, at])
+    if not np.isfinite(best):
         return None
-    stops, at = [], layers
+    stops: list[int] = []
     for start in reversed(came):
         stops.append(at)
-        at = int(start[at])
-    return float(total[layers]), tuple(reversed(stops))
+        if start[used, at] >= 0:
+            used, at = used - up, int(start[used, at])
+    return best, tuple(reversed(stops))

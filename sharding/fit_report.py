@@ -50,7 +50,6 @@ def _row(one: Considered) -> tuple[str, ...]:
     options = one.options
     if options is None:
         return (one.kind, *["-"] * (len(_HEADER) - 1))
-    most = "" if one.plan is not None else "<"
     place = {"device": "device", "host": "host"}[options.kv]
     if options.kv == "host" and options.kv_device_bytes is not None:
         place = "both"
@@ -61,10 +60,15 @@ def _row(one: Considered) -> tuple[str, ...]:
         f"{place} {options.cache_type_k}/{options.cache_type_v}",
         str(options.ubatch),
         str(options.prefetch),
-        f"{most}{one.prefill_rate:.4g}",
-        f"{most}{one.decode_rate:.4g}",
-        f"{'>' if most else ''}{one.seconds:.4g} s",
+        f"{one.prefill_rate:.4g}",
+        f"{one.decode_rate:.4g}",
+        f"{one.seconds:.4g} s",
     )
+
+
+def _verdict(fit: Fit, one: Considered) -> str:
+    """Why it was chosen or was not."""
+    return ", ".join(filter(None, ("chosen" if one is fit.chosen else "", one.why)))
 
 
 def _title(fit: Fit) -> str:
@@ -76,10 +80,11 @@ def _title(fit: Fit) -> str:
 
 
 def to_text(fit: Fit) -> str:
-    """A table of what was considered, the best first, with why the others lost; then the choice."""
+    """A table of what was considered, the choice first, with why the others lost; then its
+    options."""
     table: list[tuple[str, ...]] = [(*_HEADER, "")]
     for one in fit.considered:
-        table.append((*_row(one), "chosen" if one is fit.chosen else one.why))
+        table.append((*_row(one), _verdict(fit, one)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -95,10 +100,7 @@ def to_html(fit: Fit) -> str:
     def row(cells: tuple[str, ...], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
-    body = "".join(
-        row((*_row(one), "chosen" if one is fit.chosen else one.why), "td")
-        for one in fit.considered
-    )
+    body = "".join(row((*_row(one), _verdict(fit, one)), "td") for one in fit.considered)
     chosen = html.escape(command_options(fit.plan.options))
     return (
         f"<p>{html.escape(_title(fit))}</p><table><thead>{row((*_HEADER, ''), 'th')}</thead>"
@@ -111,6 +113,8 @@ def explain(fit: Fit) -> str:
     plan = fit.plan
     cost, load = CostModel(plan), fit.workload
     lines = [str(plan)]
+    if fit.chosen.why:
+        lines.append(f"chosen: {fit.chosen.why}")
     chunk = load.prefill_at(plan.options.ubatch)
     for name, step in (
         (f"decode at {load.decode_at}", cost.decode(load.decode_at)),

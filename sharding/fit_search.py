@@ -1,25 +1,33 @@
-"""The search of a fit: cuts by kind and settings, and plans of those that may be the fastest."""
+"""The search of a fit: the fastest cut of every kind, and plans of those that may be the best."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from math import log2
+from typing import Any
 
 from sharding.cost import CostModel
 from sharding.errors import DoesNotFit, FitError, PlanError
-from sharding.fit_layers import LayerCut, LayerCuts
-from sharding.fit_tables import Probe, Tables, Workload
-from sharding.fit_tensor import TensorCut, TensorCuts
+from sharding.fit_kinds import LAYERS, Kind, KindCuts, Sized, evenly, kinds_of
+from sharding.fit_tables import Cut, Workload
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions, SplitMode
 from sharding.plan import Plan, make_plan
+from sharding.residency import reserve
 from sharding.shapes import ModelShape, TensorShape
 
-LAYERS = "layer"
 UBATCHES = (128, 256, 512, 1024, 2048)
 PREFETCHES = (4, 2)
-MARGIN = 1.01  # by which a plan may be faster than its cut's time tells
+CLOSE = 1e-5  # the fastest cut of all is found to this part
+ROUGHLY = 0.05  # and that of every other kind to this part
+DEFAULT = PlanOptions()
+
+Tell = Callable[[str, int, int], None]  # what is looked at, how many steps are done, of how many
+
+
+def silent(what: str, done: int, steps: int) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +47,11 @@ class Considered:
     Attributes:
         kind: what the search was for, such as "tensor over 3".
         options: as asked of `make_plan`; None where nothing fits.
-        decode_rate, prefill_rate: tokens a second of all slots, predicted by the plan's cost where
-            there is a plan, else what no such plan can exceed.
+        decode_rate, prefill_rate: tokens a second of all slots, predicted.
         seconds: of the whole request.
         plan: None where no plan was made, for it could not have won.
         limit: what its decode step waits for, in words.
-        why: why it lost; empty for the one chosen.
+        why: why it lost; of the one chosen, what makes it simpler than the fastest.
     """
 
     kind: str
@@ -57,17 +64,39 @@ class Considered:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A cut that a search found, and what a request takes with it at least."""
+@dataclass
+class Way:
+    """A kind of cut under some options: the fastest that was found so far, and what none takes less
+    seconds than. `resident`: only those without a host cache are looked for; `most`: of whole
+    layers only those on so many devices at most."""
 
-    kind: str
+    kind: Kind
     options: PlanOptions
-    cut: LayerCut | TensorCut
-    prefill_rate: float
-    decode_rate: float
-    seconds: float
-    limit: str
+    cuts: KindCuts
+    resident: bool = False
+    most: int | None = None
+    cut: Cut | None = None
+    low: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the fastest; infinite where there is none."""
+        return float("inf") if self.cut is None else self.cut.seconds
+
+    def beats(self, limit: float) -> bool:
+        """Whether a cut takes no more than so many seconds; it is kept."""
+        cut = self.cuts.within(self.kind, limit, self.resident, self.most)
+        if cut is None:
+            self.low = max(self.low, limit)
+        elif cut.seconds < self.seconds:
+            self.cut = cut
+        return cut is not None
+
+    def find(self, limit: float, close: float = CLOSE) -> None:
+        """Look for the fastest that takes less than `limit`, to such a part of its time."""
+        found = self.beats(limit)
+        while found and self.seconds - self.low > close * self.seconds:
+            self.beats((self.low + self.seconds) / 2)
 
 
 class Search:
@@ -82,45 +111,106 @@ class Search:
         allowed: Allowed,
         workload: Workload,
         cut_tensors: tuple[TensorShape, ...],
+        tell: Tell = silent,
     ):
         self.model, self.mesh, self.options = model, mesh, options
         self.tensors, self.allowed, self.workload = tensors, allowed, workload
         self.cut_tensors = cut_tensors  # of -sm tensor
         self.spare_host = False  # look for cuts with little cache in host memory, too
+        self.tell = tell
+        self.ways: list[list[Way]] = []  # what `run` looked through
+        first = next(self.settings(*allowed.cache_types[0]))
+        self._sized = Sized(model, mesh, first, (tensors, cut_tensors), workload)
 
     def run(self) -> list[Considered]:
         """All kinds of split with every pair of cache types, each with its best settings."""
-        found: dict[tuple[str, str], list[Cut]] = {}
-        for cut in self.cuts():
-            types = f"{cut.options.cache_type_k}/{cut.options.cache_type_v}"
-            found.setdefault((cut.kind, types), []).append(cut)
-        none = [Considered(k, None, 0.0, 0.0, float("inf"), why=why) for k, why in self._out()]
-        considered = []
-        best = float("inf")
-        ways = [sorted(cuts, key=lambda c: c.seconds) for cuts in found.values()]
-        for cuts in sorted(ways, key=lambda cuts: cuts[0].seconds):
-            if self._alone(cuts[0]):
+        self.ways = self._all_ways()
+        self._find_fastest(self.ways)
+        found = [sorted(ways, key=lambda way: way.seconds) for ways in self.ways]
+        considered, best = [], float("inf")
+        for ways in sorted(found, key=lambda ways: ways[0].seconds):
+            ways = [way for way in ways if way.cut is not None]
+            if not ways or self._alone(ways[0]):
                 continue
-            if cuts[0].seconds > best * MARGIN:
-                considered.append(self._bound(cuts[0]))
+            if ways[0].seconds >= best:
+                considered.append(self._unplanned(ways[0]))
                 continue
-            plans = map(self.plan, cuts)
-            refused = next(plans)
-            one = refused if refused.plan else next((p for p in plans if p.plan), refused)
+            one = self._planned(ways)
             considered.append(one)
-            if one.plan is not None:
-                best = min(best, one.seconds)
-        kinds = {kind for kind, _ in found}
+            best = min(best, one.seconds if one.plan else best)
+        kinds = {way.kind.name for ways in found for way in ways if way.cut is not None}
+        none = [Considered(k, None, 0.0, 0.0, float("inf"), why=why) for k, why in self._out()]
         return considered + [c for c in none if c.kind not in kinds]
 
-    def _alone(self, cut: Cut) -> bool:
-        """Whether the best cut of layers is one that a single device's row tells of."""
-        counts = cut.cut.counts if isinstance(cut.cut, LayerCut) else ()
-        none = "none" in self.allowed.split_modes
-        return none and cut.kind == LAYERS and sum(n > 0 for n in counts) == 1
+    def _planned(self, ways: list[Way]) -> Considered:
+        """The first of some ways that fits as a plan, else one that needs no host memory."""
+        refused: Considered | None = None
+        for way in ways:
+            one = self.plan(way)
+            if one.plan is not None:
+                return one
+            refused = refused or one
+        assert refused is not None
+        for way in (replace(way, resident=True, cut=None, low=0.0) for way in ways):
+            way.find(float("inf"))
+            one = refused if way.cut is None else self.plan(way)
+            if one.plan is not None:
+                return one
+        return refused
 
-    def settings(self) -> Iterator[PlanOptions]:
-        """Every allowed pair of cache types, chunk and prefetch."""
+    def _all_ways(self) -> list[list[Way]]:
+        """Of every kind with every pair of cache types, all settings."""
+        found = []
+        for types in self.allowed.cache_types:
+            cuts: list[tuple[PlanOptions, KindCuts]] = []
+            for options in self.settings(*types):
+                twin = cuts[-1][1] if cuts and cuts[-1][0].ubatch == options.ubatch else None
+                cuts.append((options, KindCuts(self._sized, options, twin)))
+            for kind in self._kinds:
+                spare = self.spare_host and kind.mode == "tensor"
+                found.append([Way(kind, options, own, spare) for options, own in cuts])
+        return found
+
+    def _find_fastest(self, found: list[list[Way]]) -> None:
+        """Find the fastest cut of every kind with every pair of cache types roughly, and that of
+        all closely."""
+        for i, ways in enumerate(found):
+            types = f"{ways[0].options.cache_type_k}/{ways[0].options.cache_type_v}"
+            self.tell(f"{ways[0].kind.name}, cache {types}", i, len(found))
+            best = float("inf")
+            for way in ways:
+                way.find(best * (1 - ROUGHLY), ROUGHLY)
+                best = min(best, way.seconds)
+        ordered = sorted((way for ways in found for way in ways), key=lambda way: way.seconds)
+        fastest: Way | None = ordered[0]
+        while fastest is not None:
+            goal, fastest = fastest.seconds * (1 - CLOSE), None
+            for i, way in enumerate(ordered):
+                self.tell("the fastest of all", i, len(ordered))
+                if way.low < goal and way.beats(goal):
+                    goal, fastest = way.seconds * (1 - CLOSE), way
+            if fastest is not None:
+                fastest.find(goal)
+
+    def fits(self) -> bool:
+        """Whether any plan does."""
+        for way in (way for ways in self._all_ways() for way in ways):
+            if way.beats(float("inf")) and self.plan(way).plan is not None:
+                return True
+        return False
+
+    @property
+    def _kinds(self) -> list[Kind]:
+        return list(kinds_of(self.mesh, self.allowed.split_modes, self.spare_host))
+
+    def _alone(self, way: Way) -> bool:
+        """Whether the best cut of layers is one that a single device's row tells of."""
+        none = "none" in self.allowed.split_modes
+        shares = way.cut.shares if way.cut is not None and none else ()
+        return way.kind == LAYERS and sum(n > 0 for n in shares) == 1
+
+    def settings(self, cache_type_k: str, cache_type_v: str) -> Iterator[PlanOptions]:
+        """Every allowed chunk and prefetch, those about as large as the default first."""
         base = replace(
             self.options,
             split_mode="layer",
@@ -129,136 +219,60 @@ class Search:
             kv="host",
             kv_gpu_layers=None,
             kv_device_bytes="auto",
+            cache_type_k=cache_type_k,  # type: ignore[arg-type]
+            cache_type_v=cache_type_v,  # type: ignore[arg-type]
             engine="auto",
             kv_replicate=False,
             dither=False,
             rounding="nearest",
         )
-        chunks = self.allowed.ubatches
-        useful = [n for n in chunks if n <= base.ctx] or [min(chunks)]
-        for k, v in self.allowed.cache_types:
-            for ubatch in useful:
-                for prefetch in self.allowed.prefetches:
-                    types: dict[str, Any] = {"cache_type_k": k, "cache_type_v": v}
-                    yield replace(base, ubatch=ubatch, prefetch=prefetch, **types)
+        chunks = sorted(self.allowed.ubatches, key=lambda n: abs(log2(n / DEFAULT.ubatch)))
+        for ubatch in [n for n in chunks if n <= base.ctx] or [min(chunks)]:
+            for prefetch in self.allowed.prefetches:
+                yield replace(base, ubatch=ubatch, prefetch=prefetch)
 
-    def kinds(self) -> Iterator[tuple[str, Literal["layer", "tensor"], int]]:
-        """What is searched for: a name, the way to cut, and a device or a number of devices."""
-        devices = self.mesh.devices
-        modes = self.allowed.split_modes
-        if "none" in modes:
-            for i, device in enumerate(devices):
-                yield f"all on {device.label}", "layer", i
-        if len(devices) > 1 and "layer" in modes:
-            yield LAYERS, "layer", -1
-            if self.spare_host:
-                yield "layer, least on the host", "layer", -1
-        if "tensor" in modes:
-            for n in range(2, len(devices) + 1):
-                yield f"tensor over {n}", "tensor", n
-
-    def cuts(self) -> Iterator[Cut]:
-        """The best cut of every kind with every setting."""
-        probes: list[Probe] = []
-        near: dict[int, float | None] = {}
-        for options in self.settings():
-            probes = probes or [
-                Probe(self.model, self.mesh, options, tensors)
-                for tensors in dict.fromkeys((self.tensors, self.cut_tensors))
-            ]
-            tables = [Tables(p.under(options), self.mesh, self.workload) for p in probes]
-            yield from self._cuts_of(tables[0], tables[-1], options, near)
-
-    def _cuts_of(
-        self, tables: Tables, sliced: Tables, options: PlanOptions, near: dict[int, float | None]
-    ) -> Iterator[Cut]:
-        """The best cut of every kind that fits; `sliced` are the tables of -sm tensor."""
-        layers, tensor = LayerCuts(tables), TensorCuts(sliced)
-        for kind, mode, n in self.kinds():
-            if mode == "tensor":
-                cut = tensor.best(n, near.get(n))
-                near[n] = near.get(n) if cut is None else cut.decode
-            elif n >= 0:
-                cut = layers.alone(n)
-            else:
-                cut = layers.best() if kind == LAYERS else layers.least_on_host()
-            if cut is not None:
-                yield self._with_dispatch(kind, tables, options, cut)
-
-    def _with_dispatch(
-        self, kind: str, tables: Tables, options: PlanOptions, cut: LayerCut | TensorCut
-    ) -> Cut:
-        decode, prefill = cut.decode, cut.prefill
-        if cut.link is not None:
-            limit = f"waits for the link of {self.mesh.devices[cut.link].label}"
-        elif isinstance(cut, LayerCut):
-            alone = sum(n > 0 for n in cut.counts) == 1
-            limit = "computing" if alone else "devices compute one after another"
-        else:
-            limit = "computing and exchanges"
-        if not cut.resident:  # else its plan may be one program
-            if isinstance(cut, LayerCut):
-                counts = sum(n > 0 for n in cut.counts), 1, 1
-            else:
-                used = sum(a + b > 0 for a, b in zip(cut.groups, cut.blocks, strict=True))
-                counts = used, sum(a > 0 for a in cut.groups), 2 * used
-            starting = tables.dispatch(tables.decode, *counts)
-            if starting > decode:
-                limit = "waits for the host thread that starts programs"
-            decode = max(decode, starting)
-            prefill = max(prefill, tables.dispatch(tables.prefill, *counts))
-        rates = options.ubatch / prefill, options.slots / decode
-        return Cut(kind, options, cut, *rates, self.workload.seconds(options.slots, *rates), limit)
-
-    def plan(self, cut: Cut) -> Considered:
-        """The cut as a plan; one that turns out not to fit has none."""
-        best: Considered | None = None
+    def plan(self, way: Way) -> Considered:
+        """The fastest cut as a plan; one that turns out not to fit has none."""
         refused: Exception | None = None
-        tensors = self.tensors if isinstance(cut.cut, LayerCut) else self.cut_tensors
-        for options in self._as_options(cut):
+        tensors = self.cut_tensors if way.kind.mode == "tensor" else self.tensors
+        for options in self._as_options(way):
             try:
-                plan = make_plan(self.model, self.mesh, options, tensors).check_fit()
-                _check_host(plan)
+                plan = make_plan(self.model, self.mesh, options, tensors)
+                _check_room(plan)
             except (DoesNotFit, FitError, PlanError) as error:
                 refused = error
                 continue
-            found = self._measure(cut, plan)
-            if best is None or found.seconds < best.seconds:
-                best = found
-        if best is None:
-            return replace(self._bound(cut), why=f"does not fit: {refused}")
-        return best
+            return self._measure(way, plan)
+        return replace(self._unplanned(way), why=f"does not fit: {refused}")
 
-    def _measure(self, cut: Cut, plan: Plan) -> Considered:
+    def _measure(self, way: Way, plan: Plan) -> Considered:
         cost, options = CostModel(plan), plan.options
         decode = cost.decode_rate(self.workload.decode_at)
         prefill = cost.prefill_rate(self.workload.prefill_at(options.ubatch))
         seconds = self.workload.seconds(options.slots, prefill, decode)
-        return Considered(cut.kind, options, decode, prefill, seconds, plan, cut.limit)
+        return Considered(way.kind.name, options, decode, prefill, seconds, plan, way.cut.limit)  # type: ignore[union-attr]
 
-    def _bound(self, cut: Cut) -> Considered:
-        options = next(self._as_options(cut))
-        rates = cut.decode_rate, cut.prefill_rate, cut.seconds
-        return Considered(cut.kind, options, *rates, limit=cut.limit)
+    def _unplanned(self, way: Way) -> Considered:
+        cut, options = way.cut, next(self._as_options(way))
+        assert cut is not None
+        rates = options.slots / cut.decode, options.ubatch / cut.prefill
+        return Considered(way.kind.name, options, *rates, cut.seconds, limit=cut.limit)
 
-    def _as_options(self, cut: Cut) -> Iterator[PlanOptions]:
-        """With all of the cache on the devices where it fits, and in host memory as far as not."""
-        options, found = cut.options, cut.cut
-        if isinstance(found, LayerCut):
-            shares: dict[str, Any] = {"tensor_split": found.counts}
-            if len(self.mesh) == 1:
-                shares = {"split_mode": "none"}
-        else:
-            shares = {
-                "split_mode": "tensor",
-                "tensor_split": found.blocks,
-                "attn_split": found.groups,
-            }
-        if found.resident:
+    def _as_options(self, way: Way) -> Iterator[PlanOptions]:
+        """With all of the cache on the devices where it can be, then in host memory as far as it
+        must."""
+        options, cut = way.options, way.cut
+        assert cut is not None
+        if way.kind.mode == "tensor" and not cut.shares:
+            yield evenly(options)
+            return
+        shares: dict[str, Any] = {"tensor_split": cut.shares}
+        if way.kind.mode == "tensor":
+            shares |= {"split_mode": "tensor", "attn_split": cut.groups}
+        elif len(self.mesh) == 1:
+            shares = {"split_mode": "none"}
+        if cut.resident:
             yield replace(options, kv="device", kv_device_bytes=None, **shares)
-            even = {"split_mode": "tensor", "tensor_split": None, "attn_split": None}
-            if isinstance(found, TensorCut) and all(found.blocks) and self.mesh.alike:
-                yield replace(options, kv="device", kv_device_bytes=None, **(shares | even))
         if all(d.free is None for d in self.mesh.devices):
             options = replace(options, kv_device_bytes=None)
         if any(d.link_gbps for d in self.mesh.devices):
@@ -268,17 +282,25 @@ class Search:
         """Of every kind, what its weights lack; told of those of which no cut fits."""
         size = sum(t.nbytes for t in self.tensors)
         free = [d.free for d in self.mesh.devices]
-        for kind, mode, n in self.kinds():
-            if mode == "layer" and n >= 0:
-                room = free[n]
+        for kind in self._kinds:
+            if kind.mode == "none":
+                room = free[kind.n]
             else:
                 known = sorted((f for f in free if f is not None), reverse=True)
-                room = sum(known[: n if mode == "tensor" else None])
-            yield kind, f"does not fit: weights take {size} bytes of {room} free"
+                room = sum(known[: kind.n or None])
+            yield kind.name, f"does not fit: weights take {size} bytes of {room} free"
 
 
-def _check_host(plan: Plan) -> None:
-    room = plan.mesh.fabric.host_memory
+def _check_room(plan: Plan) -> None:
+    """Raise where a device has not as much left as should stay free, or the host has too little."""
+    for i, info in enumerate(plan.mesh.devices):
+        needed, room = (
+            plan.needed_bytes(i),
+            None if info.free is None else info.free - reserve(info),
+        )
+        if room is not None and needed > room and needed:
+            raise DoesNotFit(info.label, needed, room)
+    host = plan.mesh.fabric.host_memory
     needed = sum(plan.cache_bytes(i)["host"] for i in range(len(plan.mesh)))
-    if room is not None and needed > room:
-        raise FitError(f"the cache takes {needed} bytes of host memory and {room} are free.")
+    if host is not None and needed > host:
+        raise FitError(f"the cache takes {needed} bytes of host memory and {host} are free.")

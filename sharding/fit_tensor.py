@@ -1,295 +1,251 @@
-"""The best cut of every layer over a number of devices: KV groups and MLP blocks a device.
+"""Cuts of every layer over a number of devices: KV groups and MLP blocks a device.
 
-Exact over whole KV groups and whole blocks, where layers have one number of KV groups and groups of
-recurrent states are a multiple of it (in a model without attention they are counted instead). A
-decode step takes at least A + B + exchanges, A the longest attention of a device and B the longest
-MLP, and at least as long as every link. Given a time T and A, the groups that a device may take are
-bounded by A; for each number of groups, the blocks that it may take are bounded by T - A -
-exchanges, and by the memory that is left beside the groups' weights, rings and as much of their
-cache as must stay for the link to keep T. So T can be kept with A exactly when the most blocks that
-n devices can take, over all ways to give each a number of groups that sum to the model's, are the
-model's at least: a dynamic program over devices, groups and devices used. A takes no values but a
-device's time for a whole number of groups. A bisection over T finds the least; an A that is seen
-not to keep a T that another keeps is not looked at again, for a smaller T is no easier.
+Exact over whole KV groups and whole blocks, where layers are alike, have one number of KV groups,
+and groups of recurrent states are a multiple of it (in a model without attention they are counted
+instead). A step takes at least A + B + H + exchanges, A the longest attention of a device, B the
+longest MLP and H the longest part of the head, and at least as long as every link and as the host
+thread; a request takes so many steps of two kinds, chunks of its prompt and decode steps.
+
+Whether any cut keeps a limit of a request's seconds is found by branch and bound. A box has bounds
+of the chunk's seconds and of A and H of both kinds. In a box the seconds of both steps are bounded,
+so for each number of groups that a device may take, the blocks beside them are: by what is left of
+each step and of the request, and by the memory beside the groups' weights, rings and as much of
+their cache as must stay for the link to keep up. The box has a cut that keeps these bounds exactly
+when `sharding.fit_distribute` finds one. If that cut does not keep the limit, the box is cut where
+what the cut takes is furthest from the least that the box has.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from sharding.fit_tables import Floats, Slices, Stage, Tables
+from sharding.fit_distribute import distribute
+from sharding.fit_memory import TensorMemory
+from sharding.fit_tables import Cut, Floats, Stage, Tables
 
-ROUNDS = 40  # of a bisection, each halving what is not yet known
 SLACK = 1 + 1e-9  # of comparisons of seconds
-CLOSE = 5e-4  # seconds are found to this part
-NEAR = 1.05  # a guess is taken to be as good as this
+CLOSE = 4e-6  # a cut keeps a limit to this part
 PRICES = 0.0, 1e3, 1.0, 0.4, 2.5, 0.15, 6.0  # of a group, in its even part of the blocks
-FEW = 8  # values of A that are looked at before all others
-MOST_SECONDS = 1e6  # of a step; a link may take any
-Counts = tuple[int, ...]  # a device
+WIDE = 64  # boxes that are looked at together
+TINY = 1e-30
 
-
-@dataclass(frozen=True)
-class TensorCut:
-    """KV groups and MLP blocks a device, and whether all of the cache stays on the devices; seconds
-    of the decode step, the least of all cuts over as many devices, and of a chunk of the prompt;
-    the device whose link the decode step waits for, None where it does not."""
-
-    groups: tuple[int, ...]
-    blocks: tuple[int, ...]
-    resident: bool
-    decode: float
-    prefill: float
-    link: int | None = None
+CHUNK, ATTN, HEAD = 0, 1, 3  # what a box has bounds of; A and H of both kinds of steps
+Box = tuple[Floats, Floats]  # least and most
 
 
 class TensorCuts:
-    """The search of one set of tables; `best(n)` for `n` devices."""
+    """The cuts of one set of tables over `n` devices. All cuts are in one of the `boxes`, which
+    grow smaller by what is asked; those of tables with the same seconds may be given."""
 
-    def __init__(self, tables: Tables):
-        self._t = t = tables
+    def __init__(self, tables: Tables, n: int, boxes: Sequence[Box] | None = None):
+        t = self._t = tables
+        self._n = n
         shapes = t.model.layers
-        self.groups = max(s.kv_heads for s in shapes) or max(s.states for s in shapes)
+        self.groups = t.most_groups
         self.blocks = max(s.mlp // max(32, s.mlp_block) for s in shapes)
-        self._block_bytes = (t.columns.sum() + t.vocab) / max(1, self.blocks)
-        # Replicated tensors: those of layers and those outside, wherever a device takes part.
-        self._both = (t.weights - t.grouped - t.columns).sum() + t.outside
-        self._exchanges = 1 + sum(s.exchanges for s in shapes)
-        self._decode = _Linear(self, t.decode)
+        self._memory = TensorMemory(t, self.blocks, n)
+        self._count = np.array([stage.count for stage in t.stages])
+        self._rates = [_Rates(stage, self, t) for stage in t.stages]
+        exchanges = 1 + sum(s.exchanges for s in shapes)
+        one = (t.mesh.fabric.exchange_seconds(range(n), s.payload, False) for s in t.stages)
+        fixed = zip(one, self._rates, strict=True)
+        self._fixed = np.array([exchanges * x + r.constant for x, r in fixed])
+        # The least seconds by devices with attention, [2, n + 1], and those of blocks, [2].
+        counts = range(n + 1)
+        self._attention = np.array(
+            [[_evenly(r.groups[:, -1], max(1, m)) for m in counts] for r in self._rates]
+        )
+        blocks = [self.blocks * (r.block + r.head)[:, 0] for r in self._rates]
+        self._least_blocks = np.array([_evenly(each, n) for each in blocks])
+        heads = [_evenly(self.blocks * r.head[:, 0], n) for r in self._rates]
+        everything = np.array([0.0, 0.0, 0.0, *heads]), np.full(5, np.inf)
+        self.boxes = [everything] if boxes is None else list(boxes)
 
-    def best(self, n: int, near: float | None = None) -> TensorCut | None:
-        """The cut with the shortest decode step over exactly `n` devices; None where none fits.
-        `near` is a guess of its seconds, which spares most of the search where it is good."""
+    def within(self, limit: float, resident: bool = False) -> Cut | None:
+        """A cut whose request takes no more seconds than `limit`, but for a millionth part or so;
+        None where there is none. `resident`: all of the cache stays on the devices."""
         if not self.groups or not self.blocks:
             return None
-        decode = self._decode
-        rows = _Memory(self, n)
-        bounds = decode.bounds
-        high = decode.longest + self._exchange(n, self._t.decode)
-        low, found = 0.0, None
-        if near is not None:
-            found = self._feasible(rows, n, bounds, near * (1 + CLOSE))
-            if found is None:
-                low, wide = near * (1 + CLOSE), near * NEAR
-                found = self._feasible(rows, n, bounds, wide)
-                high = wide if found is not None else high
-            else:
-                high = near * (1 + CLOSE)
-                better = self._feasible(rows, n, found.bounds, near * (1 - CLOSE))
-                low = near * (1 - CLOSE) if better is None else 0.0
-        if found is None and high > low:
-            found = self._feasible(rows, n, bounds, high)
-        if found is None:  # links take longer than any computing
-            found = self._feasible(rows, n, bounds, np.inf)
-            if found is None:
-                return None
-            high = self._seconds(found, rows, n, self._t.decode)[0]
-        for _ in range(ROUNDS):
-            if high - low <= 2 * CLOSE * high:
-                break
-            middle = (low + high) / 2
-            better = self._feasible(rows, n, found.bounds, middle)
-            if better is None:
-                low = middle
-            else:
-                high, found = middle, better
-        decoded, link = self._seconds(found, rows, n, self._t.decode)
-        filled, _ = self._seconds(found, rows, n, self._t.prefill)
-        resident = all(
-            rows.resident[d, a] >= b - 1e-6
-            for d, (a, b) in enumerate(zip(found.groups, found.blocks, strict=True))
-            if a
-        )
-        return TensorCut(found.groups, found.blocks, resident, decoded, filled, link)
+        todo, done = self.boxes, []
+        while todo:
+            boxes, todo = todo[:WIDE], todo[WIDE:]
+            low, high = (np.array(each) for each in zip(*boxes, strict=True))
+            low, most, workers = self._bounds(low, high, limit)
+            possible, groups, blocks = self._fill(low, high, most, workers, limit, resident)
+            done += [box for box, may in zip(boxes, possible, strict=True) if not may]
+            boxes = [box for box, may in zip(boxes, possible, strict=True) if may]
+            if not boxes:
+                continue
+            cuts = self._evaluate(groups, blocks)
+            best = int(cuts.seconds.argmin())
+            if cuts.seconds[best] <= limit * (1 + CLOSE):
+                self.boxes = done + boxes + todo
+                return self._cut(cuts, best)
+            for box, least, parts in zip(boxes, low[possible], cuts.parts, strict=True):
+                pieces = self._pieces(box, least, parts)
+                todo += pieces
+                done += [] if pieces else [box]
+        self.boxes = done
+        return None
 
-    def _exchange(self, n: int, stage: Stage) -> float:
-        fabric = self._t.mesh.fabric
-        return self._exchanges * fabric.exchange_seconds(range(n), stage.payload, False)
+    def _bounds(self, low: Floats, high: Floats, limit: float) -> tuple[Floats, Floats, np.ndarray]:
+        """What follows for boxes from a limit of the request's seconds: least values, [N, 5]; most
+        seconds of a step of each kind, [N, 2]; most devices with attention, for the host thread to
+        keep these, [N]."""
+        t, low, most = self._t, low.copy(), np.empty((len(low), 2))
+        workers = np.full(len(low), self._n)
+        for _ in range(2):  # fewer devices with attention take longer, which may leave fewer
+            attention = self._attention[:, workers].T  # [N, 2]
+            low[:, ATTN : ATTN + 2] = np.maximum(low[:, ATTN : ATTN + 2], attention)
+            least = self._fixed + low[:, ATTN : ATTN + 2] + self._least_blocks
+            least[:, 0] = low[:, CHUNK] = np.maximum(low[:, CHUNK], least[:, 0])
+            most = (limit - least[:, ::-1] * self._count[::-1]) / self._count
+            most[:, 0] = np.minimum(most[:, 0], high[:, CHUNK])
+            for s, stage in enumerate(t.stages):
+                none, one = (t.dispatch(stage, self._n, m, 2 * self._n) for m in (0, 1))
+                left = np.floor((most[:, s] * SLACK - none) / max(one - none, TINY) + 1e-9)
+                workers = np.clip(left, 0, workers).astype(int)
+        return low, most, workers
 
-    def _feasible(self, rows: _Memory, n: int, bounds: Floats, limit: float) -> _Found | None:
-        """A cut that keeps `limit` seconds, with the bounds A under which there may be one."""
-        decode = self._decode
-        left = limit - self._exchange(n, self._t.decode) - decode.constant
-        bounds = bounds[bounds + decode.least_mlp <= left * SLACK]
-        if not len(bounds):
-            return None
-        most = rows.blocks(limit)  # [R, K + 1]
-        per = np.maximum(decode.block, 1e-30)  # 0 where computing does not depend on the cut
-        mlp = np.floor((left - bounds)[:, None] * SLACK / per)  # [A, R]
-        taken = np.minimum(mlp[:, :, None], most[None])  # [A, R, K + 1]
-        groups = np.arange(self.groups + 1)
-        late = groups * decode.group[:, None] > bounds[:, None, None] * SLACK
-        taken = np.where(late | (taken < 0), -np.inf, np.minimum(taken, self.blocks))
+    def _fill(
+        self,
+        low: Floats,
+        high: Floats,
+        most: Floats,
+        workers: np.ndarray,
+        limit: float,
+        resident: bool,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Which boxes may have a cut that keeps the limit, [N], and of those a cut that keeps their
+        bounds, as groups and blocks, [boxes that may, R]."""
+        taken = self._taken(low, high, most, limit, resident)
         # Whatever a group is worth in blocks, no way to give them out is worth more than the n
         # devices do that are worth most, each by its best number of groups.
-        margin = np.full(len(bounds), np.inf)
+        possible, numbers = workers > 0, np.arange(self.groups + 1)
         for price in PRICES:
             price *= self.blocks / self.groups
-            worth = np.sort((taken + price * groups).max(2), axis=1)[:, -n:].sum(1)
-            margin = np.minimum(margin, worth * SLACK / (self.blocks + price * self.groups))
-            possible = margin >= 1
-            if not possible.any():
-                return None
-            taken, bounds, margin = taken[possible], bounds[possible], margin[possible]
-        order = np.argsort(-margin)  # one A that will do is enough, and these are likely to
-        for some in (order[:FEW], order[FEW:]):
-            shares = _distribute(taken[some], n, self.blocks) if len(some) else None
-            if shares is not None:
-                return _Found(*shares, bounds)
-        return None
+            worth = np.sort((taken + price * numbers).max(2), axis=1)[:, -self._n :].sum(1)
+            possible &= worth * SLACK >= self.blocks + price * self.groups
+        chosen = np.flatnonzero(possible)
+        if not len(chosen):
+            none = np.zeros((0, taken.shape[1]), int)
+            return possible, none, none
+        bound = workers[chosen] if workers.min() < min(self._n, self.groups) else None
+        found, groups, blocks = distribute(taken[chosen], self._n, self.blocks, bound)
+        possible[chosen[~found]] = False
+        return possible, groups, blocks
 
-    def _seconds(
-        self, found: _Found, rows: _Memory, n: int, stage: Stage
-    ) -> tuple[float, int | None]:
-        """Of a step under a cut, and the device whose link it waits for."""
-        t, linear = self._t, _Linear(self, stage)
-        groups, blocks = np.array(found.groups), np.array(found.blocks)
-        compute = (groups * linear.group).max() + (blocks * linear.block).max()
-        compute += linear.constant + self._exchange(n, stage)
-        kept, cache = rows.kept(groups, blocks), rows.slices(stage)
-        own = Slices(*(each[groups] for each in (cache.count, cache.size, cache.live, cache.group)))
-        resident = kept >= t.pages.sum() * groups / self.groups
-        sent = np.where(resident, 0.0, own.streamed(kept))
-        links = np.divide(sent, t.link, out=np.full_like(sent, np.inf), where=t.link > 0)
-        links[sent <= 0] = 0.0
-        slowest = int(links.argmax())
-        waits = links[slowest] > compute
-        return float(max(compute, links[slowest])), slowest if waits else None
+    def _taken(
+        self, low: Floats, high: Floats, most: Floats, limit: float, resident: bool
+    ) -> Floats:
+        """Blocks that a device can take beside each number of groups, [N, R, K + 1]."""
+        wide = (slice(None), None, None)
+        taken = self._memory.resident[None] if resident else self._memory.blocks(most)
+        left, each, late = np.full((len(low), 1, 1), limit), TINY, np.zeros(1, bool)
+        for s, rates in enumerate(self._rates):
+            longest = np.maximum(rates.groups, low[:, ATTN + s][wide])
+            left = left - self._count[s] * (longest + rates.vectors + self._fixed[s])
+            each = each + self._count[s] * (rates.block + rates.head)
+            room = (most[:, s] - self._fixed[s])[wide] - longest
+            head = low[:, HEAD + s][wide]
+            for part, per in (
+                (room - head, rates.block),
+                (room - rates.vectors, rates.block + rates.head),
+                (high[:, HEAD + s][wide] - rates.vectors, rates.head),
+            ):
+                taken = np.minimum(taken, np.floor(part * SLACK / per + 1e-9))
+            late = late | (rates.groups > high[:, ATTN + s][wide] * SLACK)
+        taken = np.minimum(taken, np.floor(left * SLACK / each + 1e-9))
+        none = (np.arange(self.groups + 1) == 0) & (taken < 1)  # the device would take no part
+        return np.where(late | none | (taken < 0), -np.inf, np.minimum(taken, self.blocks))
+
+    def _pieces(self, box: Box, least: Floats, parts: Floats) -> list[Box]:
+        """The box in pieces, at thirds of the way from a least value to what a cut has of it, that
+        which is worth most of the request; none where the cut has no more than the least of all."""
+        low, high = box
+        worth = np.where(parts > high, 0.0, parts - least) * self._count[[0, 0, 1, 0, 1]]
+        axis = int(worth.argmax())
+        if worth[axis] <= 0:
+            return []
+        found = []
+        for part in (1 / 3, 2 / 3):
+            below = above = least[axis] + part * (parts[axis] - least[axis])
+            if axis in (ATTN, ATTN + 1):
+                steps = self._rates[axis - ATTN].steps
+                at = int(np.searchsorted(steps, below))
+                below, above = steps[at - 1] if at else -1.0, steps[at]
+            if below >= low[axis]:
+                most = high.copy()
+                most[axis] = below
+                found.append((low, most))
+            low = low.copy()
+            low[axis] = max(above, low[axis])
+        return [*found, (low, high)]
+
+    def _evaluate(self, groups: np.ndarray, blocks: np.ndarray) -> _Evaluated:
+        """What cuts take, of groups and blocks [N, R]."""
+        t = self._t
+        sent, resident = self._memory.sent(groups, blocks)
+        links = t.link_seconds(sent)
+        compute, starts = np.zeros((2, 2, len(groups)))
+        parts = np.zeros((len(groups), 5))
+        workers = (groups > 0).sum(1)
+        for s, (stage, rates) in enumerate(zip(t.stages, self._rates, strict=True)):
+            heads = np.where(blocks > 0, rates.vectors[:, 0] + blocks * rates.head[:, 0], 0.0)
+            attention = np.take_along_axis(rates.groups.T, groups, axis=0).max(1)
+            parts[:, ATTN + s], parts[:, HEAD + s] = attention, heads.max(1)
+            longest = (blocks * rates.block[:, 0]).max(1)
+            compute[s] = attention + longest + parts[:, HEAD + s] + self._fixed[s]
+            starts[s] = t.dispatch(stage, self._n, workers, 2 * self._n)
+        steps = np.maximum(np.maximum(compute, starts), links.max(2))
+        parts[:, CHUNK] = steps[0]
+        seconds = self._count @ steps
+        resident = np.asarray(resident.all(1))
+        return _Evaluated(groups, blocks, resident, compute, links, starts, seconds, parts)
+
+    def _cut(self, cuts: _Evaluated, i: int) -> Cut:
+        shares = tuple(map(int, cuts.blocks[i])), tuple(map(int, cuts.groups[i]))
+        places = (*shares, bool(cuts.resident[i]))
+        took = cuts.compute[:, i], cuts.links[:, i], cuts.starts[:, i]
+        return self._t.cut(places, *took, "computing and exchanges")
 
 
-class _Linear:
-    """Seconds a group and a block of each device, [R]; `constant` where devices take turns, whose
-    sum is the same for every cut."""
+class _Evaluated(NamedTuple):
+    """Some cuts: groups and blocks, [N, R]; whether all cache stays, [N]; seconds of computing,
+    of links and of the host thread, [2, N] and [2, N, R], and of the request, [N]; and that of
+    which boxes have bounds, [N, 5]."""
 
-    def __init__(self, cuts: TensorCuts, stage: Stage):
-        tables = cuts._t
-        attn, mlp = stage.attn.sum(0), stage.mlp.sum(0) + stage.head
+    groups: np.ndarray
+    blocks: np.ndarray
+    resident: np.ndarray
+    compute: Floats
+    links: Floats
+    starts: Floats
+    seconds: Floats
+    parts: Floats
+
+
+class _Rates:
+    """Seconds of every device for one kind of step: with a number of groups, [R, K + 1], and for a
+    block, of its MLP and of the head, [R, 1]; `constant` where devices take turns, whose sum is the
+    same for every cut."""
+
+    def __init__(self, stage: Stage, cuts: TensorCuts, tables: Tables):
+        mlp, head = stage.mlp.sum(0), stage.head - stage.vectors
+        self.constant, self.groups, self.vectors = 0.0, stage.groups, stage.vectors[:, None]
         if tables.mesh.fabric.shared:
-            self.constant = float((attn + mlp).min())
-            attn, mlp = np.zeros_like(attn), np.zeros_like(mlp)
-        else:
-            self.constant = 0.0
-        self.group, self.block = attn / max(1, cuts.groups), mlp / max(1, cuts.blocks)
-        with np.errstate(divide="ignore"):
-            self.least_mlp = cuts.blocks / np.sum(1 / self.block) if self.block.all() else 0.0
-        self.longest = self.constant + float(attn.max() + mlp.max())
-        self.bounds = np.unique(np.outer(np.arange(cuts.groups + 1), self.group))
+            self.constant = float((stage.groups[:, -1] + mlp + stage.head).min())
+            self.groups, self.vectors = np.zeros_like(self.groups), np.zeros_like(self.vectors)
+            mlp, head = np.zeros_like(mlp), np.zeros_like(head)
+        # Never 0, as these are divided by.
+        self.block, self.head = (np.maximum(x / cuts.blocks, TINY)[:, None] for x in (mlp, head))
+        self.steps = np.unique(self.groups)
 
 
-class _Memory:
-    """How many blocks fit on each device beside a number of groups, when `n` devices take part."""
-
-    def __init__(self, cuts: TensorCuts, n: int):
-        t = self._t = cuts._t
-        self._cuts = cuts
-        part = np.arange(cuts.groups + 1) / cuts.groups
-        self._part = part
-        residuals = (4 + min(3, n)) * t.residual
-        grouped = part * (t.grouped.sum() + t.ring.sum())
-        left = t.cap[:, None] - cuts._both - residuals - grouped[None]  # [R, K + 1]
-        self._left = left
-        self._lines = self._compute_lines()
-        self._pages = part * t.pages.sum()
-        self._group = part * t.group.max()
-        self._copies = t.copies * self._group
-        self.resident = self._take(left - self._pages)
-
-    def _compute_lines(self) -> list[tuple[float, Floats]]:
-        """Bytes a block and bytes beside a number of groups, [K + 1], of everything that may be the
-        widest part of a step's computation together with the largest matrix that is unpacked."""
-        t, blocks, none = self._t, self._cuts.blocks, np.zeros_like(self._part)
-        widest = [
-            (0.0, self._part * t.attention.max()),
-            (t.dense.max() / blocks, none + t.fixed.max()),
-            (t.logits / blocks, none),
-        ]
-        most = {kind: each.max() for kind, each in t.unpacked.items()}
-        matrices = [
-            (0.0, np.maximum(self._part * most["grouped"], most["whole"])),
-            (max(most["columns"], t.unpacked_vocab) / blocks, none),
-        ]
-        return [(a + c, b + d) for a, b in widest for c, d in matrices]
-
-    def _take(self, room: Floats) -> Floats:
-        """Blocks that fit into so many bytes, with a step's computation."""
-        size, within = self._cuts._block_bytes, np.full_like(room, self._cuts.blocks)
-        for each, beside in self._lines:
-            within = np.minimum(within, (room - beside) / (size + each))
-        return np.floor(within + 1e-9)
-
-    def blocks(self, limit: float) -> Floats:
-        """[R, K + 1], negative where nothing fits; links must not take longer than `limit`."""
-        t = self._t
-        cache = self.slices(t.decode)
-        budget = np.where(t.link > 0, min(limit, MOST_SECONDS) * t.link, 0.0)[:, None]
-        room = self._left - self._copies - cache.kept_for(budget)
-        streaming = np.where((t.link > 0)[:, None] | (cache.live == 0), self._take(room), -1.0)
-        return np.maximum(self.resident, streaming)
-
-    def slices(self, stage: Stage) -> Slices:
-        """The cache of each number of groups, [K + 1]."""
-        t = self._t
-        count = np.full_like(self._part, (t.pages > 0).sum())
-        live = self._part * stage.live.sum()
-        return Slices.of(count, self._pages, live, self._group * t.options.slots)
-
-    def kept(self, groups: np.ndarray, blocks: np.ndarray) -> Floats:
-        """Bytes of cache that can stay on each device under a cut."""
-        each = np.arange(len(groups))
-        compute = np.max([blocks * a + b[groups] for a, b in self._lines], axis=0)
-        room = self._left[each, groups] - blocks * self._cuts._block_bytes - compute
-        pages = self._pages[groups]
-        kept = np.clip(room - self._copies[groups], 0, pages)
-        return np.where(room >= pages, pages, kept)
-
-
-@dataclass(frozen=True)
-class _Found:
-    groups: Counts
-    blocks: Counts
-    bounds: Floats
-
-
-def _distribute(
-    taken: Floats, n: int, blocks: int
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Groups and blocks for exactly n devices, where their sum can be the model's; `taken` [A, R,
-    K + 1] is how many blocks a device can take beside each number of groups."""
-    count, devices, size = taken.shape
-    total = np.full((count, n + 1, size), -np.inf)
-    total[:, 0, 0] = 0.0
-    steps, able = [total], np.any(taken >= 0, axis=0)
-    for d in range(devices):
-        here = total.copy()  # the device takes no part
-        first, last = max(0, n - devices + d), min(d, n - 1) + 1  # used before, if n can be reached
-        into = here[:, first + 1 : last + 1]
-        for a in np.flatnonzero(able[d]):
-            other = total[:, first:last, : size - a] + taken[:, d, a, None, None]
-            np.maximum(into[:, :, a:], other, out=into[:, :, a:])
-        total = here
-        steps.append(total)
-    keeps = total[:, n, size - 1] >= blocks
-    if not keeps.any():
-        return None
-    row = int(np.argmax(keeps))
-    groups, most, k, used = [0] * devices, [0.0] * devices, size - 1, n
-    for d in reversed(range(devices)):
-        now, before = steps[d + 1][row, used, k], steps[d][row]
-        if before[used, k] == now:
-            continue
-        a = next(a for a in range(k + 1) if before[used - 1, k - a] + taken[row, d, a] == now)
-        groups[d], most[d] = a, taken[row, d, a]
-        k, used = k - a, used - 1
-    return tuple(groups), _fill(most, blocks)
-
-
-def _fill(most: list[float], blocks: int) -> tuple[int, ...]:
-    """The blocks in proportion to what each device can take: each as far from its bound."""
-    total = sum(most)
-    counts = [int(m * blocks / total) for m in most]
-    for d in sorted(range(len(most)), key=lambda d: counts[d] - most[d]):
-        extra = min(blocks - sum(counts), int(most[d]) - counts[d])
-        counts[d] += max(0, extra)
-    return tuple(counts)
+def _evenly(seconds: Floats, n: int) -> float:
+    """What the n fastest take together for what takes each of them so many seconds."""
+    fastest = np.sort(seconds)[:n]
+    return float(1 / (1 / fastest).sum()) if fastest.all() else 0.0

@@ -98,7 +98,9 @@ def _devices(table: Any, first: int) -> list[DeviceInfo]:
     if platform not in _PLATFORMS:
         known = ", ".join(_PLATFORMS)
         raise PlanError(f"{where} has platform {platform!r}; it must be one of {known}.")
-    name = str(table.get("name", platform))
+    name = table.get("name", platform)
+    if not isinstance(name, str):
+        raise PlanError(f"{where} has name {name!r}; it must be text in quotes.")
     most = memory if free is None else free
     return [
         DeviceInfo(
@@ -135,6 +137,7 @@ def _number(where: str, table: Mapping[str, Any], name: str) -> float | None:
 
 
 def _whole(where: str, name: str, value: Any) -> int:
-    if isinstance(value, bool) or value != int(value) or not 1 <= value <= MOST_DEVICES:
+    whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+    if not whole or not 1 <= value <= MOST_DEVICES:
         raise PlanError(f"{where} has {name} {value!r}; it must be from 1 to {MOST_DEVICES}.")
     return int(value)

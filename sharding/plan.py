@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from sharding import sizes
@@ -59,12 +60,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     residency: Residency = Residency((), ())
 
-    @property
+    @cached_property
     def used_devices(self) -> tuple[int, ...]:
         """Indexes of the devices that hold any part of the model."""
         return _used(self.layers, self.vocab)
 
-    @property
+    @cached_property
     def padded(self) -> bool:
         """Whether every device stores slices as large as the largest (one program over several
         devices)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -140,7 +141,7 @@ class TensorShape:
         """Of the whole tensor."""
         return prod(self.shape) * self.itemsize
 
-    @property
+    @cached_property
     def split_axis(self) -> Axis | None:
         """The axis that is cut over devices, or None. Raises `PlanError` for an unknown axis, for
         another number of axes than dimensions and for more than one split axis."""

@@ -132,7 +132,8 @@ def compute_bytes(plan: Plan, device: int) -> int:
 def _unpacked(plan: Plan, device: int) -> int:
     """Of the largest quantised matrix that a step on the device unpacks."""
     itemsize = plan.options.itemsize
-    return max((unpacked(t, _stored(plan, t, device), itemsize) for t in plan.tensors), default=0)
+    packed = (t for t in plan.tensors if t.packs > 1)
+    return max((unpacked(t, _stored(plan, t, device), itemsize) for t in packed), default=0)
 
 
 def unpacked(tensor: TensorShape, stored: float, itemsize: int) -> int:

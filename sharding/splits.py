@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from sharding.errors import ShareError
 from sharding.llama_cpp import llama_cpp_cut, llama_cpp_heads, mlp_granularity
@@ -111,14 +112,16 @@ def split_tensor(
     repeat = replications(model, mesh, options)
     groups = _cut_attention(model, options, attn, repeat)
     states = _cut_states(model, options, attn)
-    layers, with_mlp = [], 0
+    layers, with_mlp, rotated = [], 0, options.rounding == "llama.cpp"
+
+    @cache  # layers that are alike are cut once
+    def columns(n: int, block: int, rotation: int) -> Ranges:
+        return ranges_of(_cut_columns(n, block, weight, options, rotation))
+
     for index, layer in enumerate(model.layers):
         own = ranges_of(groups[model.cache_owner(index)])
-        rotation = with_mlp % len(mesh)
-        mlp, shared = (
-            ranges_of(_cut_columns(n, layer.mlp_block, weight, options, rotation))
-            for n in (layer.mlp, layer.shared_mlp)
-        )
+        rotation = with_mlp % len(mesh) if rotated else 0
+        mlp, shared = (columns(n, layer.mlp_block, rotation) for n in (layer.mlp, layer.shared_mlp))
         with_mlp += layer.mlp > 0
         four = own, ranges_of(states[index]), mlp, shared
         devices = tuple(sorted({device for ranges in four for device in holders(ranges)}))
@@ -169,7 +172,8 @@ def _nearest(
 ) -> list[tuple[int, ...]]:
     if options.dither:
         return apportion_dithered(units, shares)
-    return [apportion(n, shares) for n in units]
+    cuts = {n: apportion(n, shares) for n in set(units)}
+    return [cuts[n] for n in units]
 
 
 def split_layers(

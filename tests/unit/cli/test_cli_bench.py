@@ -181,6 +181,7 @@ def test_options_that_cannot_be(refused: Callable[..., str], small: str, tmp_pat
     assert "'1,q9' is not" in refused("bench", "-m", small, "-ctk", "1,q9")
     assert "'2' is not 0 or 1" in refused("bench", "-m", small, "-nkvo", "2")
     assert "'8' is not two numbers" in refused("bench", "-m", small, "-pg", "8")
+    assert "chunk of -ub tokens" in refused("bench", "-m", small, "-b", "512,2048")
     assert "--repetitions is 0" in refused("bench", "-m", small, "-r", "0")
     assert "--json does not go with -o md" in refused("bench", "--json", "-o", "md")
     assert "give both" in refused("bench", "-m", small, "--peer", "transformers")

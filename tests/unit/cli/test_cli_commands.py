@@ -239,6 +239,7 @@ def test_measuring_is_shown_to_who_looks(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     _, out, shown = cli(*asked)
     assert "measuring the link of cpu:0, " in shown and silent == ""
+    assert ("searching: " in shown) is (command == "fit")
     assert "measuring" not in cli(*asked)[2]
     assert json.loads(out).keys() == json.loads(expected).keys()
 

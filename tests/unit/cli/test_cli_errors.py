@@ -143,9 +143,10 @@ def test_wrong_shares_name_the_option(refused: Refused, small: str, option: str,
         "-ts": ("--tensor-split/-ts", "tensor_split"),
         "-as": ("--attn-split/-as", "attn_split"),
     }[option]
-    split = ("--devices", "2", "-sm", "tensor", f"{option}={shares}")
-    message = refused("generate", "-m", small, "hello", *split)
-    assert message.startswith(name)
+    for spelled in ((f"{option}={shares}",), (option, shares)):
+        split = ("--devices", "2", "-sm", "tensor", *spelled)
+        message = refused("generate", "-m", small, "hello", *split)
+        assert message.startswith(name) and "one" in message
     with pytest.raises(ShareError, match=name):
         LLM.from_gguf(small, devices=2, split_mode="tensor", **{field: shares})
 

@@ -320,8 +320,11 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     """What was there before stays."""
     llm, path = _llm("plain", "fused"), tmp_path / "a"
     llm.generate([random_ids(20)], greedy(2))
-    with pytest.raises(SessionError, match="cannot write"):
-        llm.save_session(tmp_path / "no folder" / "a")
+    nowhere = tmp_path / "no folder" / "a"
+    with pytest.raises(SessionError) as refused:
+        llm.save_session(nowhere)
+    reason = "No such file or directory"
+    assert str(refused.value) == f"cannot write the session {str(nowhere)!r}: {reason}"
     llm.save_session(path)
     before = path.read_bytes()
 

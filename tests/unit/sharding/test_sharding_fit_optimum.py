@@ -1,0 +1,179 @@
+"""The choice of a fit against all plans there are, at sizes where those can be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from sharding_models import model, tensors
+
+from sharding import (
+    CostModel,
+    DeviceInfo,
+    Fabric,
+    Mesh,
+    ModelShape,
+    Plan,
+    PlanOptions,
+    TensorShape,
+    make_plan,
+)
+from sharding.errors import FitError
+from sharding.fit import fit
+from sharding.fit_search import Allowed
+from sharding.fit_tables import Workload
+from sharding.fit_ties import TIE
+from sharding.residency import reserve
+
+MIB = 1 << 20
+LAYERS, GROUPS, BLOCKS = 4, 4, 5
+SMALL = model(LAYERS, kv=GROUPS, dim=64, mlp=BLOCKS * 32, vocab=BLOCKS * 64)
+ASKED = PlanOptions(ctx=2048, page=16, group_pages=2, itemsize=4)
+ALLOWED = Allowed((("f16", "f16"),), ubatches=(32, 512), prefetches=(4,))
+LOADS = Workload(1024, 1024), Workload(2000, 48), Workload(64, 1900), Workload(1900, 140)
+Model = tuple[ModelShape, list[TensorShape]]
+
+
+def unlike(seed: int, devices: int, dispatch_us: float, shape: ModelShape = SMALL) -> Mesh:
+    """Devices of random memory and rates; together they hold the weights and some of the cache."""
+    random = np.random.default_rng(seed)
+    cache = len(shape.layers) * GROUPS * 2 * 64 * 2 * ASKED.ctx
+    needed = sum(t.nbytes for t in tensors(shape)) + cache * random.uniform(0.2, 1.2)
+    found = []
+    for i, part in enumerate(random.dirichlet([2] * devices)):
+        free = int(65 * MIB + max(MIB / 2, 1.3 * part * (needed + devices * MIB)))
+        rates = (float(10 ** random.uniform(low, low + 1)) for low in (-1.5, 0.5, -1))
+        found.append(DeviceInfo(f"gpu{i}", "cuda", f"kind{i}", 128 * MIB, free, *rates))
+    latency, gbps = float(random.uniform(1, 100)), float(random.uniform(0.5, 10))
+    return Mesh(tuple(found), fabric=Fabric(latency, gbps, dispatch_us=dispatch_us))
+
+
+def parts(total: int, devices: int) -> Iterator[tuple[int, ...]]:
+    if devices == 1:
+        yield (total,)
+        return
+    for n in range(total + 1):
+        for rest in parts(total - n, devices - 1):
+            yield (n, *rest)
+
+
+def every_plan(shape: ModelShape, weights: list[TensorShape], mesh: Mesh) -> Iterator[Plan]:
+    """All cuts of a small model under all options that may be chosen; of one with more layers those
+    of whole layers."""
+    n, layers = len(mesh), len(shape.layers)
+    cuts: list[dict[str, Any]] = [
+        dict(split_mode="layer", tensor_split=s) for s in parts(layers, n)
+    ]
+    for groups in parts(GROUPS, n) if layers == LAYERS else ():
+        for blocks in parts(BLOCKS, n):
+            split = {"split_mode": "tensor", "tensor_split": blocks, "attn_split": groups}
+            cuts.append(split)
+    places = {"kv": "device"}, {"kv": "host", "kv_device_bytes": "auto"}
+    for ubatch in ALLOWED.ubatches:
+        base = replace(ASKED, ubatch=ubatch, cache_type_k="f16", cache_type_v="f16")
+        for cut in cuts:
+            for place in places:
+                plan = make_plan(shape, mesh, replace(base, **cut, **place), weights)
+                rooms = [(d.free or 0) - reserve(d) for d in mesh.devices]
+                if all(plan.needed_bytes(i) <= room for i, room in enumerate(rooms)):
+                    yield plan
+
+
+def seconds(cost: CostModel, load: Workload) -> float:
+    options = cost.plan.options
+    rates = cost.prefill_rate(load.prefill_at(options.ubatch)), cost.decode_rate(load.decode_at)
+    return load.seconds(options.slots, *rates)
+
+
+def hybrid(shape: ModelShape, weights: list[TensorShape]) -> tuple[ModelShape, list[TensorShape]]:
+    """Two of three layers of a model with a recurrent mixer in the place of attention."""
+    recurrent = [i for i in range(len(shape.layers)) if i % 3 < 2]
+    layers = list(shape.layers)
+    for i in recurrent:
+        states = dict(states=8, state_bytes=1 << 15, state_work=1 << 10)
+        layers[i] = replace(layers[i], kv_heads=0, **states)
+    found = []
+    for tensor in weights:
+        if tensor.layer in recurrent and "kv_group" in tensor.axes:
+            dims = dict(zip(tensor.axes, tensor.shape, strict=True))
+            dims["head_rows"] //= 2  # over twice as many groups
+            axes = tuple("state_group" if a == "kv_group" else a for a in tensor.axes)
+            sizes = (8 if a == "kv_group" else dims[a] for a in tensor.axes)
+            tensor = replace(tensor, axes=axes, shape=tuple(sizes))
+        found.append(tensor)
+    return replace(shape, layers=tuple(layers)), found
+
+
+def quantised(
+    shape: ModelShape, weights: list[TensorShape]
+) -> tuple[ModelShape, list[TensorShape]]:
+    """Matrices of four values in an element."""
+    matrices = [len(tensor.shape) > 1 for tensor in weights]
+    packed = [replace(t, shape=(*t.shape[:-1], t.shape[-1] // 4), packs=4) for t in weights]
+    chosen = zip(matrices, packed, weights, strict=True)
+    return shape, [new if matrix else old for matrix, new, old in chosen]
+
+
+def simplicity(plan: Plan) -> tuple[int, ...]:
+    """As docs/fit.md has it; the smaller, the simpler."""
+    options, devices = plan.options, len(plan.used_devices)
+    tensor = devices > 1 and options.split_mode == "tensor"
+    return options.kv == "host", devices, tensor, options.ubatch != 512
+
+
+@pytest.mark.parametrize(
+    ("seed", "devices", "dispatch_us", "change"),
+    [
+        *((seed, 2, dispatch, None) for seed, dispatch in enumerate((0.0, 0.5, 5.0) * 2)),
+        (0, 3, 0.0, None),
+        (1, 3, 5.0, None),
+        (2, 3, 0.5, None),
+        (3, 3, 0.0, quantised),
+        (5, 3, 5.0, hybrid),
+    ],
+)
+def test_no_plan_is_faster_and_none_as_fast_is_simpler(
+    seed: int, devices: int, dispatch_us: float, change: Callable[..., Any] | None
+):
+    mesh, (shape, weights) = unlike(seed, devices, dispatch_us), (SMALL, tensors(SMALL))
+    if change is not None:
+        shape, weights = change(shape, weights)
+    plans = list(every_plan(shape, weights, mesh))
+    costs = [CostModel(plan) for plan in plans]
+    for load in LOADS:
+        took = [seconds(cost, load) for cost in costs]
+        for modes in (("none", "layer", "tensor"), ("layer",), ("tensor",)):
+            pairs = [
+                (second, plan)
+                for second, plan in zip(took, plans, strict=True)
+                if plan.options.split_mode in modes
+                and (modes != ("tensor",) or len(plan.used_devices) > 1)
+            ]
+            allowed = replace(ALLOWED, split_modes=modes)
+            if not pairs:
+                with pytest.raises(FitError):
+                    fit(shape, mesh, ASKED, weights, allowed, load)
+                continue
+            best = min(second for second, _ in pairs)
+            found = fit(shape, mesh, ASKED, weights, allowed, load)
+            fastest = min(c.seconds for c in found.considered if c.plan is not None)
+            assert fastest / best == pytest.approx(1, abs=5e-5)
+            assert found.chosen.seconds == seconds(CostModel(found.plan), load)
+            assert found.chosen.seconds <= fastest * (1 + TIE)
+            nearly = [plan for second, plan in pairs if second <= fastest * (1 + TIE)]
+            assert simplicity(found.plan) == min(map(simplicity, nearly))
+
+
+@pytest.mark.parametrize("seed", [4, 17])  # shortest paths alone do not tell of the second
+def test_no_cut_of_many_layers_is_faster(seed: int):
+    shape = replace(SMALL, layers=SMALL.layers[:1] * 9)
+    mesh, weights = unlike(seed, 4, (seed % 3) * 3.0, shape), tensors(shape)
+    costs = [CostModel(plan) for plan in every_plan(shape, weights, mesh)]
+    allowed = replace(ALLOWED, split_modes=("layer",))
+    for load in LOADS:
+        found = fit(shape, mesh, ASKED, weights, allowed, load)
+        fastest = min(c.seconds for c in found.considered if c.plan is not None)
+        assert fastest / min(seconds(c, load) for c in costs) == pytest.approx(1, abs=5e-5)
