@@ -181,7 +181,8 @@ def _split_options() -> tuple[SplitOption, ...]:
         option(
             ("--group-pages",),
             "group_pages",
-            f"pages of the largest copy from host memory (default {plan.group_pages}; more on accelerators)",
+            f"pages of the largest copy from host memory (default {plan.group_pages}, on accelerators"
+            " up to 64)",
             number,
         ),
         option(
