@@ -181,8 +181,8 @@ def _split_options() -> tuple[SplitOption, ...]:
         option(
             ("--group-pages",),
             "group_pages",
-            f"pages of the largest copy from host memory (default {plan.group_pages}, on accelerators"
-            " up to 64)",
+            f"pages of the largest copy from host memory (default {plan.group_pages}, up to 64 on"
+            " accelerators)",
             number,
         ),
         option(
