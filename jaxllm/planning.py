@@ -13,6 +13,7 @@ from typing import Any
 
 from gguf import GGML_QUANT_SIZES
 
+from jaxllm.cache.flash import has_kernel
 from jaxllm.calibration import calibrated_mesh
 from jaxllm.engine.build import PlannedModel, plan_model
 from jaxllm.engine.quantising import StoredTypes
@@ -40,7 +41,7 @@ COPY_BYTES = 64 << 20  # of a copy that keeps an accelerator's link and the host
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dequantised", "quantised")
 SPEC_TYPES = ("none", "draft-mtp")
-IMPLS = ("auto", "jnp")
+IMPLS = ("jnp", "kernel")
 
 
 def options_from(
@@ -203,7 +204,7 @@ def plan_config(
     weights: str = "dequantised",
     stored: StoredTypes | None = None,
     spec_type: str = "none",
-    impl: str = "auto",
+    impl: str = "jnp",
     **arguments: Any,
 ) -> PlannedModel:
     """The plan of a model over a mesh; `arguments` are those of `LLM`, of which a fit chooses the
@@ -215,6 +216,8 @@ def plan_config(
     keep = _kept(weights, stored)
     if impl not in IMPLS:
         raise OptionError(f"impl must be one of {', '.join(IMPLS)}, not {impl!r}")
+    if impl == "kernel" and not all(map(has_kernel, mesh.jax_devices or ())):
+        raise OptionError("impl kernel needs Hopper GPUs and jax 0.11; drop it for jnp")
     if spec_type not in SPEC_TYPES:
         raise OptionError(f"spec_type must be one of {', '.join(SPEC_TYPES)}, not {spec_type!r}")
     if spec_type != "none":
@@ -237,7 +240,9 @@ def plan_config(
         mesh = measured(mesh, _delivery(cfg, mesh, options), links_file(), measure)
     model = plan_model(block, cfg, mesh, options, dtype, mlp_block, keep)
     _warn_of_residency(model.plan)
-    return replace(model, kernels=impl == "auto")
+    if impl == "kernel" and model.plan.engine == "staged":
+        raise OptionError("impl kernel goes with the fused engine, and the plan is staged; drop it")
+    return replace(model, kernels=impl == "kernel")
 
 
 def _warn_of_residency(plan: Plan) -> None:

@@ -133,8 +133,8 @@ def _split_options() -> tuple[SplitOption, ...]:
         option(
             ("--impl",),
             "impl",
-            "attention by a kernel where a device has one, or in plain jnp (default auto)",
-            {"choices": ("auto", "jnp")},
+            "attention in plain jnp, or by a kernel on Hopper GPUs (default jnp)",
+            {"choices": ("jnp", "kernel")},
         ),
         option(
             ("--spec-type",),

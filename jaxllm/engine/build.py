@@ -50,15 +50,14 @@ from sharding.splits import LayerPlan, Ranges
 @dataclass(frozen=True)
 class PlannedModel:
     """A model under a plan: `whole` has its KV heads replicated as the plan says, `kinds` what is
-    held quantised. `kernels`: the fused engine's attention is one on
-    devices that have it."""
+    held quantised. `kernels`: attention of the fused engine is one."""
 
     plan: Plan
     block: type[Block]
     whole: LocalModel
     dtype: str
     kinds: Sequence[Kinds] = ()
-    kernels: bool = True
+    kernels: bool = False
 
     def slice(self, device: int) -> LocalModel:
         """What one device of the plan holds."""

@@ -18,7 +18,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxllm.cache.attention import decode_spans, empty_ring
-from jaxllm.cache.flash import flashes, has_kernel
+from jaxllm.cache.flash import flashes
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.forward import Cache, Total, alone, forward
 from jaxllm.engine.local import (
@@ -194,7 +194,7 @@ class FusedEngine(Engine):
         on_cpu = first.platform == "cpu"
         # Virtual devices share the host's cores; a step in vain moves a state past its row's end.
         self.runs_ahead = not on_cpu or (self.mesh is None and not model.cfg.stateful)
-        self.kernels = kernels and has_kernel(first)
+        self.kernels = kernels
         self.spans = () if on_cpu or self._only_kernels(dtype) else decode_spans(plan.options.ctx)
         self.written = np.zeros(plan.options.slots, np.int64)
         self.since: dict[tuple[int, int], int] = {}

@@ -30,7 +30,8 @@ def _config() -> ModelConfig:
 
 def _llm(**arguments: Any) -> LLM:
     settings: dict[str, Any] = {"ctx": 1024, "page": 128, "ubatch": 256, "group_pages": 4}
-    settings["devices"] = 1
+    fused = not {"kv", "engine", "split_mode"} & {*arguments}
+    settings |= {"devices": 1, "impl": "kernel" if fused else "jnp"}
     return LLM.from_config(_config(), **(settings | arguments))
 
 
@@ -48,7 +49,7 @@ def _nmse(found: np.ndarray, want: np.ndarray) -> float:
 @pytest.fixture(scope="module")
 def exact() -> np.ndarray:
     cpu = jax.devices("cpu")[:1]
-    return _llm(devices=cpu, dtype="float32").logits(IDS)
+    return _llm(devices=cpu, dtype="float32", impl="jnp").logits(IDS)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,17 @@ def test_bfloat16_is_as_near_to_float32_as_its_rounding(
 
 def test_plain_jnp_is_as_near(exact: np.ndarray) -> None:
     assert _nmse(_llm(impl="jnp").logits(IDS), exact) < BF16
+
+
+def test_decoded_tokens_are_as_likely_as_float32_says(
+    fused: tuple[np.ndarray, list[tuple[int, ...]]],
+) -> None:
+    """Each is the likeliest, or as near to it as two logits of bfloat16 may be."""
+    llm = _llm(devices=jax.devices("cpu")[:1], dtype="float32", impl="jnp")
+    for prompt, tokens in zip((IDS, IDS[:300], IDS[:90]), fused[1], strict=True):
+        logits = llm.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+        chosen = logits[np.arange(len(tokens)), list(tokens)]
+        assert (logits.max(axis=1) - chosen < 0.1 * logits.std(axis=1)).all()
 
 
 def test_float32_is_exact(exact: np.ndarray) -> None:

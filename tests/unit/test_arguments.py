@@ -131,12 +131,17 @@ def test_numbers_of_numpy_are_numbers():
         {"kv_rotate": "no"},
         {"dither": 1},
         {"kv": None},
+        {"impl": "pallas"},
     ],
 )
 def test_plan_arguments_of_wrong_kinds(wrong: dict[str, Any]):
     ((name, value),) = wrong.items()
     host = {"kv": "host"} if name in ("kv_gpu_layers", "kv_device_bytes") else {}
     assert repr(value) in said(lambda: LLM.from_config(small_model(), **(host | wrong)))
+
+
+def test_a_kernel_needs_a_device_that_has_it():
+    assert "Hopper" in said(lambda: LLM.from_config(small_model(), impl="kernel"))
 
 
 def test_an_unknown_argument_names_the_nearest():
