@@ -4,7 +4,6 @@ the staged engine beside the fused one."""
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ before = peak()
 llm = jaxllm.LLM.from_gguf(sys.argv[1], ctx=64, dtype="float32", progress=False, **split)
 print(peak() - before, sum(llm.plan.weight_bytes(i) for i in range(3)))
 """
+START = "import jax; print(jax.jit(lambda x: (x @ x).sum())(jax.numpy.ones((512, 512))))"
 OWN_SETTINGS = ("JAX_", "XLA_", "NPROC", "PYTHONPATH")  # of this test run, not of a user
 
 
@@ -50,16 +50,30 @@ def test_loading_takes_little_more_than_the_slices(smollm2_path: Path, tmp_path:
     assert grown < 1.3 * max(slices, smollm2_path.stat().st_size)
 
 
+def seconds(command: list[str], cache: Path) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, env=environment(cache), check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
 def test_seconds_to_the_first_token(smollm2_path: Path, tmp_path: Path):
-    """On two cores. Where the machine is busy with more than this, both cores' time counts, which
-    is the least that it could have taken."""
+    """In starts of JAX with one small program, each timed just before and after: whatever else the
+    machine does slows both, and waiting counts in full. Where little else runs a start takes 1.4 s.
+    The best of three tries."""
+    start = [sys.executable, "-c", START]
     command = [sys.executable, "-m", "jaxllm", "generate", "-m", str(smollm2_path), "Hello"]
-    for most in (20, 6):  # the second time with compiled programs
-        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*command, "-n", "1"], env=environment(tmp_path), check=True)
-        seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-        busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        assert min(seconds, busy / 2) < most
+    found: list[tuple[float, float]] = []
+    for i in range(3):
+        starts, tokens = [seconds(start, tmp_path)], []
+        for _ in range(2):  # the second time with compiled programs
+            tokens.append(seconds([*command, "-n", "1"], tmp_path / str(i)))
+            starts.append(seconds(start, tmp_path))
+        both = zip(tokens, starts[:-1], starts[1:], strict=True)
+        cold, warm = (token / ((before + after) / 2) for token, before, after in both)
+        found.append((cold, warm))
+        if cold < 10 and warm < 5:
+            break
+    assert min(cold for cold, _ in found) < 10 and min(warm for _, warm in found) < 5
 
 
 def test_a_staged_step_beside_a_fused_one(smollm2_path: Path):
