@@ -17,8 +17,8 @@ from jaxllm.arguments import check_switch, is_prompt, path_of, sampling_params, 
 from jaxllm.engine.base import Engine
 from jaxllm.engine.build import PlannedModel, build_engine
 from jaxllm.engine.drafting import DraftingEngine
-from jaxllm.engine.forward import pure_step
-from jaxllm.engine.fused import FusedEngine, empty_cache
+from jaxllm.engine.forward import empty_cache, pure_step
+from jaxllm.engine.fused import FusedEngine
 from jaxllm.engine.generate import Request, generate, prefill
 from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import SamplingParams
@@ -328,10 +328,9 @@ class LLM:
                 "step_fn needs the fused engine on one device; load the model with devices=1 and "
                 'kv="device"'
             )
-        where = next(iter(engine.leaves.vocab.devices()))
         fn = pure_step(engine.model, self.plan.options.ctx, self.plan.options.ubatch)
         with memory_of(self.plan):
-            return StepFn(fn, engine.leaves, empty_cache(self.plan, engine.model, where))
+            return StepFn(fn, engine.leaves, empty_cache(self.plan, engine.model, engine.same))
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, int | None]]:
         options = self.plan.options

@@ -37,7 +37,8 @@ from sharding.options import SplitMode
 from sharding.residency_notes import format_layers
 
 DEFAULT_CTX = 2048
-COPY_BYTES = 64 << 20  # of a copy that keeps an accelerator's link and the host's thread apart
+LARGE_GROUP = 64  # pages of the largest copy to an accelerator,
+COPY_BYTES = 64 << 20  # and how many bytes these may be
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dequantised", "quantised")
 SPEC_TYPES = ("none", "draft-mtp")
@@ -151,9 +152,7 @@ def fit_config(
         if name in arguments:
             raise OptionError(f"{name} is what a fit chooses; drop it, or drop the fit")
     keep = _kept(weights, stored)
-    options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
-    if "group_pages" not in arguments:
-        options = _with_large_copies(cfg, mesh, options)
+    options, dtype = _options(cfg, mesh, arguments)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
     with measuring(progress) as tell:
@@ -230,9 +229,7 @@ def plan_config(
         found = fit_config(block, cfg, mesh, **given, **arguments)
         mesh, link_gbps = found.plan.mesh, None
         arguments |= found.arguments()
-    options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
-    if "group_pages" not in arguments:
-        options = _with_large_copies(cfg, mesh, options)
+    options, dtype = _options(cfg, mesh, arguments)
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
     elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
@@ -257,29 +254,28 @@ def _warn_of_residency(plan: Plan) -> None:
             )
 
 
-def _with_large_copies(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> PlanOptions:
-    """On accelerators groups of more pages, up to `COPY_BYTES`: each copy, and each program that
-    folds one, costs the host's thread about as long as a link takes for 16 MB."""
-    if any(device.platform == "cpu" for device in mesh.devices):
-        return options
-    most = COPY_BYTES // max(1, _page_bytes(cfg, mesh, options))
-    pages = options.group_pages
-    while pages * 4 <= min(most, 64):
-        pages *= 4
-    return replace(options, group_pages=pages)
+def _options(cfg: ModelConfig, mesh: Mesh, arguments: dict[str, Any]) -> tuple[PlanOptions, str]:
+    """`options_from` for a model. On accelerators groups have more pages by default, if those of
+    the widest layer are no more than `COPY_BYTES`: each copy, and each program that folds one,
+    takes the host's thread about as long as 16 MB take on a link."""
+    options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
+    if "group_pages" not in arguments and all(d.platform != "cpu" for d in mesh.devices):
+        if LARGE_GROUP * options.page * _widest(cfg, options) <= COPY_BYTES:
+            options = replace(options, group_pages=LARGE_GROUP)
+    return options, dtype
 
 
-def _page_bytes(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> int:
-    """Of a page of an even share of the widest layer."""
-    widest = max(shape.kv_heads * position_bytes(shape, options) for shape in cfg.shape().layers)
-    return options.page * widest // (len(mesh) if options.split_mode == "tensor" else 1)
+def _widest(cfg: ModelConfig, options: PlanOptions) -> int:
+    """Bytes of a position of the layer that has the most."""
+    return max(shape.kv_heads * position_bytes(shape, options) for shape in cfg.shape().layers)
 
 
 def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
-    """How full pages are sent: copies as large as a whole group, in a power of two so that models
-    of about one size share a measurement."""
+    """How full pages are sent: copies as large as an even share of the widest layer makes them,
+    in a power of two so that models of about one size share a measurement."""
+    parts = len(mesh) if options.split_mode == "tensor" else 1
+    size = options.group_pages * options.page * _widest(cfg, options) // parts
     place = host_place(mesh.jax_devices or (), options.kv_pinned)
-    size = options.group_pages * _page_bytes(cfg, mesh, options)
     return Delivery(place, 1 << (size - 1).bit_length(), options.prefetch)
 
 

@@ -34,6 +34,7 @@ class PageStream:
         self.sent = 0  # bytes delivered to steps over the link
         self.discarded = 0  # bytes copied ahead for a step that then did not come
         self._owners = owners
+        self._wanted: dict[int, list[tuple[Group, Array]]] = {}  # in this step, by layer
         self._queue: list[Group] = []  # host groups of this step, in the order of use
         self._issued = 0  # of the queue, and past its end of the next step's
         self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
@@ -52,7 +53,8 @@ class PageStream:
     def begin(self, row: int, rows: int, again: bool) -> None:
         """Start a step over rows row .. row + rows; `again` if the same rows come next."""
         self.store.arrange(row, rows)
-        wanted = [g for layer in self._owners for g, _ in self.store.wanted(layer, row, rows)]
+        self._wanted = {i: self.store.wanted(i, row, rows) for i in dict.fromkeys(self._owners)}
+        wanted = [group for layer in self._owners for group, _ in self._wanted[layer]]
         self._queue = [g for g in wanted if g.place != "device"]
         self._again = again
         if [g for g, _ in self._ahead] != self._queue[: len(self._ahead)]:
@@ -61,12 +63,12 @@ class PageStream:
         self._issued = len(self._ahead)
         self._top_up()
 
-    def visit(self, layer: int, row: int, rows: int) -> Iterator[Arrived]:
-        """The layer's groups with pages of these rows.
+    def visit(self, layer: int) -> Iterator[Arrived]:
+        """The layer's groups with pages of the step's rows.
 
         Layers are visited in the order of `owners`; `done` follows each step on a group.
         """
-        self._coming = deque(self.store.wanted(layer, row, rows))
+        self._coming = deque(self._wanted[layer])
         return self._deliver(self._coming)
 
     def waits(self) -> bool:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
-from jaxllm.cache.attention import Ring, attend_ring, attend_span
+from jaxllm.cache.attention import Ring, attend_ring, attend_span, empty_ring
 from jaxllm.cache.flash import attend_flash, flashes
 from jaxllm.engine.local import (
     State,
@@ -20,12 +21,14 @@ from jaxllm.engine.local import (
     end_attention,
     run_recurrent,
 )
+from jaxllm.engine.states import empty_state
 from jaxllm.errors import OptionError
 from jaxllm.models.block import BlockDef
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array
 from jaxllm.models.parts import Follower
 from jaxllm.models.weights import Leaves, LocalModel
+from sharding import Plan, ring_positions
 
 Total = Callable[[Array], Array]  # a device's partial -> the sum over devices
 
@@ -35,6 +38,22 @@ class Cache(NamedTuple):
 
     rings: tuple[Ring, ...]
     states: tuple[State, ...]
+
+
+def empty_cache(
+    plan: Plan, model: LocalModel, sharding: Sharding, lead: tuple[int, ...] = ()
+) -> Cache:
+    """Zeroed rings and states, with leading dims if given."""
+    options, rings = plan.options, []
+    for index in model.cfg.cached:
+        layer, heads = model.cfg.layers[index], model.kv_heads[index]
+        capacity = ring_positions("fused", options, layer.window)
+        rings.append(empty_ring(layer, (*lead, options.slots, heads, capacity), sharding))
+    states = tuple(
+        empty_state(model.cfg.layers[i], (*lead, options.slots, model.states[i]), sharding)
+        for i in model.cfg.stateful
+    )
+    return Cache(tuple(rings), states)
 
 
 class Held(NamedTuple):

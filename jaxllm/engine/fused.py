@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxllm.cache.attention import decode_spans, empty_ring
+from jaxllm.cache.attention import decode_spans
 from jaxllm.cache.flash import flashes
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
-from jaxllm.engine.forward import Cache, Total, alone, forward
+from jaxllm.engine.forward import Cache, Total, alone, empty_cache, forward
 from jaxllm.engine.local import (
     State,
     Step,
@@ -39,7 +39,7 @@ from jaxllm.engine.rows import (
     take_back,
     take_row,
 )
-from jaxllm.engine.states import StateEnds, StateRow, empty_state
+from jaxllm.engine.states import StateEnds, StateRow
 from jaxllm.models.block import BlockDef
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
@@ -184,13 +184,12 @@ class FusedEngine(Engine):
     ):
         self.plan, self.model, self.leaves = plan, model, leaves
         self.mesh = where if isinstance(where, JaxMesh) else None
-        self.where = where
-        self.cache = empty_cache(plan, model, where)
         self.earlier: tuple[State, ...] = ()  # states after fewer tokens of the last step
         self.ends = StateEnds(plan.options.slots, bool(model.cfg.stateful))
         self.row_axis = 0 if self.mesh is None else 1
         first = where.devices.flat[0] if isinstance(where, JaxMesh) else where
         self.same = SingleDeviceSharding(first) if self.mesh is None else _same(self.mesh)
+        self.cache = self._empty_cache()
         on_cpu = first.platform == "cpu"
         # Virtual devices share the host's cores; a step in vain moves a state past its row's end.
         self.runs_ahead = not on_cpu or (self.mesh is None and not model.cfg.stateful)
@@ -204,6 +203,13 @@ class FusedEngine(Engine):
             if layer.window is not None and layer.owns_cache
         }
 
+    def _empty_cache(self) -> Cache:
+        """Zeros; on a mesh one slice a device along a leading axis."""
+        if self.mesh is None:
+            return empty_cache(self.plan, self.model, self.same)
+        slices = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        return empty_cache(self.plan, self.model, slices, (self.mesh.size,))
+
     def _only_kernels(self, dtype: str) -> bool:
         """Whether attention of one token is a kernel in all layers: it reads what there is."""
         layers, options = self.model.cfg.layers, self.plan.options
@@ -216,7 +222,7 @@ class FusedEngine(Engine):
     def recover(self) -> bool:
         lost = any(part.is_deleted() for part in jax.tree.leaves(self.cache))
         if lost:  # donated to what failed
-            self.cache = empty_cache(self.plan, self.model, self.where)
+            self.cache = self._empty_cache()
         return lost
 
     def _write(
@@ -398,23 +404,3 @@ class FusedEngine(Engine):
             return whole
         split = NamedSharding(self.mesh, PartitionSpec(AXIS))
         return tuple(jax.device_put(stack_heads(a, ranges), split) for a in whole)
-
-
-def empty_cache(plan: Plan, model: LocalModel, where: Device | JaxMesh) -> Cache:
-    """Zeroed rings and states; on a mesh one slice a device along a leading axis."""
-    options = plan.options
-    lead, sharding = (), None
-    if isinstance(where, JaxMesh):
-        lead, sharding = (where.size,), NamedSharding(where, PartitionSpec(AXIS))
-    else:
-        sharding = SingleDeviceSharding(where)
-    rings = []
-    for index in model.cfg.cached:
-        layer, heads = model.cfg.layers[index], model.kv_heads[index]
-        capacity = ring_positions("fused", options, layer.window)
-        rings.append(empty_ring(layer, (*lead, options.slots, heads, capacity), sharding))
-    states = tuple(
-        empty_state(model.cfg.layers[i], (*lead, options.slots, model.states[i]), sharding)
-        for i in model.cfg.stateful
-    )
-    return Cache(tuple(rings), states)

@@ -31,7 +31,7 @@ class StagedStep:
         again: bool,
         keep: bool,
     ):
-        self.engine, self.row, self.rows, self.keep = engine, row, rows, keep
+        self.engine, self.keep = engine, keep
         self.earlier: dict[tuple[int, int], State] = {}  # by device and layer; see `take_back`
         self.packed = [jax.device_put(packed, SingleDeviceSharding(d)) for d in engine.devices]
         for stream in engine.streams:
@@ -188,22 +188,20 @@ class StagedStep:
             page=engine.page,
             keep=self.keep,
         )
-        if result.x is not None:
-            self.x[device] = result.x
-        if result.partial is not None:
-            self.made[device] = result.partial
-        if result.heads is not None:
-            self.heads[device] = result.heads
-        if result.held is not None:
-            self.held[device] = result.held
-        if result.queries is not None:
-            self.queries[device] = result.queries
+        of_device: tuple[tuple[Any, dict[int, Any]], ...] = (
+            (result.x, self.x),
+            (result.partial, self.made),
+            (result.heads, self.heads),
+            (result.held, self.held),
+            (result.queries, self.queries),
+            (result.begun_mlp, self.begun_mlps),
+            (result.mixed, self.mixed),
+        )
+        for made, kept in of_device:
+            if made is not None:
+                kept[device] = made
         if result.ring is not None and there is not None:
             rings[there] = result.ring
-        if result.begun_mlp is not None:
-            self.begun_mlps[device] = result.begun_mlp
-        if result.mixed is not None:
-            self.mixed[device] = result.mixed
         if result.state is not None and there is not None:
             states[there] = result.state
         if result.chosen is not None and here is not None:
@@ -226,7 +224,7 @@ class StagedStep:
         none of their links rests until another's groups have come."""
         streams = self.engine.streams
         owner = self.engine.owners[index]
-        visits = {d: streams[d].visit(owner, self.row, self.rows) for d in devices}
+        visits = {d: streams[d].visit(owner) for d in devices}
         while visits:
             turn = [d for d in visits if len(visits) == 1 or not streams[d].waits()]
             if not turn:

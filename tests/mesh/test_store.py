@@ -108,7 +108,7 @@ class Model:
         for layer in range(LAYERS):
             seen: dict[int, list[int]] = {}
             arrived: list[int] = []
-            for pages, table in self.stream.visit(layer, row, rows):
+            for pages, table in self.stream.visit(layer):
                 ahead, busy = self.stream._ahead, self.stream._busy
                 assert len(ahead) + len(busy) <= max(1, self.prefetch)
                 table, size = np.asarray(table).tolist(), len(pages[0])
@@ -290,7 +290,7 @@ def test_pages_are_not_changed_by_their_maker():
         mine[:] = 0
         stream = PageStream(store, range(1), 1)
         stream.begin(0, 1, again=False)
-        [(pages, _)] = stream.visit(0, 0, 1)
+        [(pages, _)] = stream.visit(0)
         assert np.asarray(pages[0]).tobytes() == kept.tobytes()
 
 
@@ -314,7 +314,7 @@ def test_quantised_pages_keep_their_scales(types: tuple[str, str]):
         stream = PageStream(store, range(1), 2)
         stream.begin(0, 1, again=False)
         pages = []
-        for group, table in stream.visit(0, 0, 1):
+        for group, table in stream.visit(0):
             assert len(group) == 1 and group[0].dtype == jnp.uint8
             pages += [split_page(cfg, (page[None],)) for page in group[0]]
             stream.done(table)

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, JaxllmError, OptionError, PromptError, SamplingParams
-from sharding import Mesh, PlanOptions, ShardingError
+from jaxllm.bench.shapes import model_config
+from jaxllm.models.decoder import DecoderBlock
+from jaxllm.planning import plan_config
+from sharding import DeviceInfo, Mesh, PlanOptions, ShardingError
 from support import make_llm, small_model
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
@@ -138,6 +141,22 @@ def test_plan_arguments_of_wrong_kinds(wrong: dict[str, Any]):
     ((name, value),) = wrong.items()
     host = {"kv": "host"} if name in ("kv_gpu_layers", "kv_device_bytes") else {}
     assert repr(value) in said(lambda: LLM.from_config(small_model(), **(host | wrong)))
+
+
+@pytest.mark.parametrize(
+    ("platform", "given", "pages"),
+    [
+        ("cpu", {}, 16),
+        ("gpu", {}, 64),
+        ("gpu", {"split_mode": "tensor"}, 64),
+        ("gpu", {"group_pages": 4}, 4),
+        ("gpu", {"page": 1024}, 16),  # 64 of those would be 256 MB
+    ],
+)
+def test_copies_to_accelerators_are_larger(platform: str, given: dict[str, Any], pages: int):
+    mesh = Mesh(tuple(DeviceInfo(label=f"{platform}:{i}", platform=platform) for i in range(2)))
+    model = plan_config(DecoderBlock, model_config("llama-8b"), mesh, dtype="bfloat16", **given)
+    assert model.plan.options.group_pages == pages
 
 
 def test_a_kernel_needs_a_device_that_has_it():
