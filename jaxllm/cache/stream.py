@@ -34,7 +34,7 @@ class PageStream:
         self.sent = 0  # bytes delivered to steps over the link
         self.discarded = 0  # bytes copied ahead for a step that then did not come
         self._owners = owners
-        self._wanted: dict[int, list[tuple[Group, Array]]] = {}  # in this step, by layer
+        self._wanted: dict[int, list[tuple[Group, Array]]] = {}  # by layers still to be visited
         self._queue: list[Group] = []  # host groups of this step, in the order of use
         self._issued = 0  # of the queue, and past its end of the next step's
         self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
@@ -46,15 +46,16 @@ class PageStream:
     def give_up(self) -> None:
         """Forget the step in progress and what has been copied for it."""
         self.discarded += sum(g.nbytes for g, _ in self._ahead)
-        self._queue, self._issued, self._delivered = [], 0, False
+        self._wanted, self._queue, self._issued, self._delivered = {}, [], 0, False
         for waiting in (self._ahead, self._busy, self._coming):
             waiting.clear()
 
     def begin(self, row: int, rows: int, again: bool) -> None:
         """Start a step over rows row .. row + rows; `again` if the same rows come next."""
         self.store.arrange(row, rows)
-        self._wanted = {i: self.store.wanted(i, row, rows) for i in dict.fromkeys(self._owners)}
-        wanted = [group for layer in self._owners for group, _ in self._wanted[layer]]
+        kept = {owner: self.store.wanted(owner, row, rows) for owner in set(self._owners)}
+        self._wanted = {layer: kept[owner] for layer, owner in enumerate(self._owners)}
+        wanted = [group for groups in self._wanted.values() for group, _ in groups]
         self._queue = [g for g in wanted if g.place != "device"]
         self._again = again
         if [g for g, _ in self._ahead] != self._queue[: len(self._ahead)]:
@@ -64,11 +65,11 @@ class PageStream:
         self._top_up()
 
     def visit(self, layer: int) -> Iterator[Arrived]:
-        """The layer's groups with pages of the step's rows.
+        """The groups that a layer reads, with pages of the step's rows.
 
-        Layers are visited in the order of `owners`; `done` follows each step on a group.
+        Layers are visited once each, in ascending order; `done` follows each step on a group.
         """
-        self._coming = deque(self._wanted[layer])
+        self._coming = deque(self._wanted.pop(layer))
         return self._deliver(self._coming)
 
     def waits(self) -> bool:

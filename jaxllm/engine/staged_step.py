@@ -223,8 +223,7 @@ class StagedStep:
         """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so
         none of their links rests until another's groups have come."""
         streams = self.engine.streams
-        owner = self.engine.owners[index]
-        visits = {d: streams[d].visit(owner) for d in devices}
+        visits = {d: streams[d].visit(index) for d in devices}
         while visits:
             turn = [d for d in visits if len(visits) == 1 or not streams[d].waits()]
             if not turn:

@@ -17,7 +17,7 @@ import pytest
 import jaxllm.cache.groups as groups_module
 import jaxllm.models.weights as weights_module
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine import fused, staged, staged_step
+from jaxllm.engine import forward, fused, staged, staged_step
 from jaxllm.engine.build import plan_model
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.sources import RandomSource
@@ -92,7 +92,7 @@ def test_loading_runs_out(engine: str, count: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_cache_cannot_be_allocated(engine: str, monkeypatch: pytest.MonkeyPatch):
     """After weights are loaded, in the last of its layers."""
-    module = fused if engine in ("fused", "padded") else staged
+    module = forward if engine in ("fused", "padded") else staged
     right, calls = module.empty_ring, []
     random_llm(CFG, **ENGINES[engine])
     before, last = _live(), 1 if engine in ("fused", "padded", "layers") else 3
