@@ -30,6 +30,9 @@ class LayerShape:
     `states` is how many groups of a recurrent state a layer keeps, 0 for none: they are cut by the
     attention share as KV groups are, take `state_bytes` each in a slot, and `state_work` bytes each
     for a token of a chunk while the layer runs. They have no pages.
+    `kept_keys` is how many keys of each KV group a query keeps that attends to those alone which
+    `index_heads` choose, and `kept_blocks` how many blocks of `block_keys` keys where it chooses
+    among blocks.
     """
 
     kv_heads: int
@@ -50,12 +53,18 @@ class LayerShape:
     states: int = 0
     state_bytes: int = 0
     state_work: int = 0
+    kept_keys: int = 0
+    index_heads: int = 0
+    kept_blocks: int = 0
+    block_keys: int = 1
 
     def __post_init__(self) -> None:
         counts = "kv_heads", "mlp", "experts", "experts_used", "shared_mlp"
         for name in (*counts, "states", "state_bytes", "state_work"):
             _at_least(self, name, 0)
-        for name in ("q_per_kv", "k_dim", "v_dim", "mlp_block", "o_block"):
+        for name in ("kept_keys", "index_heads", "kept_blocks"):
+            _at_least(self, name, 0)
+        for name in ("q_per_kv", "k_dim", "v_dim", "mlp_block", "o_block", "block_keys"):
             _at_least(self, name, 1)
         if self.window is not None:
             _at_least(self, "window", 1)

@@ -97,10 +97,10 @@ def compute_bytes(plan: Plan, device: int) -> int:
 
     Counted are, for the longest chunk or the whole batch: residuals and partials; queries and
     carries that a layer's programs hand on; projections and layouts of queries, keys and values;
-    scores of a block, before and after the exponential; gate, up and their product; a mixture's
-    rows by expert and the expert that is multiplied; logits; the largest matrix that is unpacked.
-    Not counted are weights that a
-    backend converts (XLA:CPU makes float32 of 16-bit ones) and rings that it copies.
+    scores of a block, before and after the exponential; what queries keep of the keys that they
+    choose; gate, up and their product; a mixture's rows by expert and the expert that is
+    multiplied; logits; the largest matrix that is unpacked. Not counted are weights that a backend
+    converts (XLA:CPU makes float32 of 16-bit ones) and rings that it copies.
     """
     if device not in plan.used_devices:
         return 0
@@ -176,15 +176,32 @@ def _attention(plan: Plan, index: int, groups: int, tokens: int) -> tuple[int, i
     queries = tokens * heads * shape.k_dim * options.itemsize
     keys_values = tokens * groups * (shape.k_dim + shape.v_dim) * options.itemsize
     carry = tokens * heads * (shape.v_dim + 2) * 4
-    handed_on = queries + carry
-    if plan.engine == "staged":
-        scores = 2 * tokens * heads * options.page * 4
-        before = 4 * queries + 2 * keys_values + carry
-        return handed_on, max(before, 2 * queries + 4 * carry + scores)
-    # A chunk folds its context in blocks of its own size (`jaxllm.cache.attention.ring_step`).
-    scores = 2 * tokens * heads * max(128, min(tokens, 512)) * 4
+    staged = plan.engine == "staged"
+    # A chunk folds a ring in blocks of its own size (`jaxllm.cache.attention.ring_step`).
+    block = options.page if staged else max(128, min(tokens, 512))
+    scores = 2 * tokens * heads * block * 4
+    kept, mixed = _choice(shape, groups, heads, block, options.itemsize)
+    handed_on = queries + carry + tokens * kept
+    if staged:
+        before = 4 * queries + 2 * keys_values + carry + tokens * kept
+        return handed_on, max(before, 2 * queries + 4 * carry + scores + tokens * mixed)
     tiles = 2 * carry if tokens > 128 else 0  # those of a chunk's own keys, and put together
-    return handed_on, 3 * queries + 2 * keys_values + 3 * carry + tiles + scores
+    whole = 3 * queries + 2 * keys_values + 3 * carry + tiles + scores + tokens * mixed
+    return handed_on, whole
+
+
+def _choice(
+    shape: LayerShape, groups: int, heads: int, block: int, itemsize: int
+) -> tuple[int, int]:
+    """Of one query of a layer that attends to chosen keys or blocks of them: what it keeps of these
+    (keys with scores and positions; or attention to each block), and all that lives while a block
+    of keys is folded: before, after, and mixed with what is folded."""
+    if shape.kept_blocks:
+        part = (heads * (shape.v_dim + 2) + groups) * 4
+        return shape.kept_blocks * part, (4 * shape.kept_blocks + block // shape.block_keys) * part
+    kept = groups * shape.kept_keys * (shape.k_dim * itemsize + 8)
+    scored = groups * block * (4 * shape.index_heads + 8) if kept else 0
+    return kept, 4 * kept + scored
 
 
 def _mlp(plan: Plan, shape: LayerShape, columns: int, shared: int, tokens: int) -> int:

@@ -177,6 +177,14 @@ class LayerConfig:
         )
 
 
+def _kept(indexer: Indexer | Follower | BlockIndexer | None) -> dict[str, int]:
+    """What a query keeps of the keys that it chooses, as a `LayerShape` has it."""
+    if isinstance(indexer, BlockIndexer):
+        return {"kept_blocks": indexer.top, "block_keys": indexer.size}
+    heads = indexer.heads if isinstance(indexer, Indexer) else 0
+    return {} if indexer is None else {"kept_keys": indexer.top_k, "index_heads": heads}
+
+
 @dataclass(frozen=True)
 class Draft:
     """A layer that predicts tokens ahead (MTP, NextN), and which ends it has of its own in place of
@@ -296,6 +304,7 @@ class ModelConfig:
                     states=layer.columns.states,
                     state_bytes=0 if layer.recurrent is None else state_bytes(layer.recurrent),
                     state_work=0 if layer.recurrent is None else 4 * layer.recurrent.work,
+                    **_kept(layer.indexer),
                     cache_context="main" if i < len(self.layers) - self.ahead else "draft",
                 )
                 for i, layer in enumerate(self.layers)

@@ -12,11 +12,16 @@ from jaxllm.engine import fused, staged, staged_step
 from jaxllm.engine.stages import StageIn
 from jaxllm.llm import LOGIT_PLACES
 from jaxllm.models.experts import BLOCK_ROWS
-from jaxllm.models.parts import Experts
+from jaxllm.models.parts import BlockIndexer, Experts, Indexer, Latent, Rope
 from jaxllm.testing import random_llm, small_config
 from sharding import sizes
 
 CTX, MIB = 1024, 1 << 20
+TURNED = Rope(10000.0, 16, "neighbours")
+CHOSEN = Indexer(heads=8, dim=32, top_k=256, rope=TURNED, bias=True)
+LATENT: dict[str, Any] = dict(
+    kv_heads=1, q_per_kv=8, v_dim=64, rope=TURNED, latent=Latent(q_rank=24, nope=16, v_dim=16)
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": dict(),
     "wide MLP": dict(mlp=16384, k_dim=32),
@@ -27,6 +32,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "big vocabulary": dict(vocab=100_000, embed=64, k_dim=16),
     "experts": dict(experts=Experts(8, 2), mlp=512, embed=512, k_dim=16),
     "many experts": dict(experts=Experts(32, 6), mlp=1024, embed=256, k_dim=16),
+    "chosen keys": dict(k_dim=80 + CHOSEN.dim, indexer=CHOSEN, **LATENT),
+    "chosen blocks": dict(indexer=BlockIndexer(32, size=16, top=16, local=1, rope=None)),
 }
 CUTS: dict[str, dict[str, Any]] = {
     "fused": dict(devices=1),
