@@ -37,7 +37,7 @@ from sharding.options import PlanOptions
 from sharding.plan import Plan, make_plan
 from sharding.residency import Kept, Residency
 from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
-from sharding.shapes import Context, LayerShape, ModelShape, TensorShape
+from sharding.shapes import Context, LayerShape, ModelShape, Role, TensorShape
 from sharding.shares import apportion, apportion_blocks, apportion_dithered, parse_shares
 from sharding.splits import LayerPlan, replications
 from sharding.units import BYTES_HELP, format_bytes, parse_bytes
@@ -62,6 +62,7 @@ __all__ = [
     "PlanError",
     "PlanOptions",
     "Residency",
+    "Role",
     "ShardingError",
     "ShareError",
     "StepTime",

@@ -45,6 +45,7 @@ _DECLARED = (
     Axis("tap", "none", "one token that a short convolution sees"),
     Axis("rope", "none", "one rotary frequency"),
     Axis("position", "none", "one learned position"),
+    Axis("distance", "none", "a range of distances between query and key"),
 )
 
 AXES: Mapping[str, Axis] = MappingProxyType({a.name: a for a in _DECLARED})

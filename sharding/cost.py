@@ -89,10 +89,15 @@ class CostModel:
     """What the steps of one plan take. Tables are [layers, devices].
 
     Raises:
-        PlanError: for a device in use whose rates are not known.
+        PlanError: for a device in use whose rates are not known, and for a model with an encoder.
     """
 
     def __init__(self, plan: Plan):
+        if any(shape.role != "decoder" for shape in plan.model.layers):
+            raise PlanError(
+                f"{plan.model.name or 'the model'} has an encoder, whose steps are not predicted:"
+                " give a split of its own."
+            )
         self.plan = plan
         used = plan.used_devices
         infos = plan.mesh.devices

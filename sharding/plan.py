@@ -198,11 +198,13 @@ class Plan:
         streamed."""
         return sizes.staging_bytes(self, self._device(device))
 
-    def link_bytes(self, device: int, position: int) -> int:
+    def link_bytes(self, device: int, position: int, memory: int | None = None) -> int:
         """Bytes sent to a device in one step of one sequence with `position` earlier positions, be
         it a token or a chunk of its prompt: its full pages that do not stay on the device. A layer
-        that reads another's cache streams it again."""
-        return sizes.link_bytes(self, self._device(device), position)
+        that reads another's cache streams it again. `memory` are the positions of the prompt of an
+        encoder, where the model has one: as many by default. The encoder's own step sends none."""
+        device = self._device(device)
+        return sizes.link_bytes(self, device, position, position if memory is None else memory)
 
     def compute_bytes(self, device: int) -> int:
         """Bytes that a step's intermediate arrays take, at most, by their sizes."""
@@ -373,7 +375,7 @@ def _attention_notes(
         extra = shape.kv_heads * (layer.replication - 1)
         rows = shape.k_dim + (0 if shape.k_only else shape.v_dim)
         weights += extra * rows * model.embed * options.itemsize
-        if shape.owns_cache:
+        if shape.has_pages:
             cache += extra * position_bytes(shape, options) * options.ctx * options.slots
     if weights:
         times = max(layer.replication for layer in layers)

@@ -214,7 +214,7 @@ def _slices(plan: Plan, context: Context) -> tuple[list[list[_Slice]], int]:
     for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
         pages = full_pages(plan.options, shape.window)
         units = sum(stop - start for start, stop in layer.groups)
-        if shape.owns_cache and shape.cache_context == context and units and pages:
+        if shape.has_pages and shape.cache_context == context and units and pages:
             counted.append((index, pages, units))
     scale = math.lcm(*(units for _, _, units in counted))
     found: list[list[_Slice]] = [[] for _ in plan.mesh.devices]
@@ -258,7 +258,7 @@ def streaming_all(plan: Plan) -> Residency:
     """The residency of a plan with no budget: with a host cache nothing stays."""
     pages = []
     for shape, layer in zip(plan.model.layers, plan.layers, strict=True):
-        stays = plan.options.kv == "device" and shape.owns_cache
+        stays = plan.options.kv == "device" and shape.has_pages
         n = full_pages(plan.options, shape.window) if stays else 0
         pages.append(tuple(n if stop > start else 0 for start, stop in layer.groups))
     nothing = (Kept(),) * len(plan.mesh)

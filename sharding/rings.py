@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from sharding.cache_types import row_bytes
 from sharding.options import EngineName, PlanOptions
-from sharding.shapes import LayerShape
+from sharding.shapes import LayerShape, Role
 
 
-def ring_positions(engine: EngineName, options: PlanOptions, window: int | None = None) -> int:
+def ring_positions(
+    engine: EngineName, options: PlanOptions, window: int | None = None, role: Role = "decoder"
+) -> int:
     """Positions a slot of a layer's ring on the device.
 
     With L = max(page, ubatch): the fused engine keeps the whole context rounded up to L, for a
     window layer min(ctx, window + ubatch) rounded up; the staged engine keeps a tail of
-    page + ubatch rounded up, for every layer.
+    page + ubatch rounded up, for every layer. Both keep L of a layer of an encoder.
     """
     step = max(options.page, options.ubatch)
+    if role == "encoder":
+        return step
     if engine == "staged":
         wanted = options.page + options.ubatch
     elif window is None:

@@ -11,6 +11,7 @@ from sharding.axes import Axis, axis
 from sharding.errors import PlanError
 
 Context = Literal["main", "draft"]  # whose cache it is
+Role = Literal["decoder", "encoder", "memory", "cross"]  # of a layer, see `LayerShape`
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class LayerShape:
     `kept_keys` is how many keys of each KV group a query keeps that attends to those alone which
     `index_heads` choose, and `kept_blocks` how many blocks of `block_keys` keys where it chooses
     among blocks.
+    `role` is "decoder" but in models with an encoder. That runs once over a prompt, which is one
+    step: the cache of an "encoder" layer is of that step alone and has no pages. What it gives
+    becomes keys and values of "memory" layers, the cache that a "cross" layer after it reads.
     """
 
     kv_heads: int
@@ -57,6 +61,7 @@ class LayerShape:
     index_heads: int = 0
     kept_blocks: int = 0
     block_keys: int = 1
+    role: Role = "decoder"
 
     def __post_init__(self) -> None:
         counts = "kv_heads", "mlp", "experts", "experts_used", "shared_mlp"
@@ -75,6 +80,11 @@ class LayerShape:
     def exchanges(self) -> int:
         """How many sums over the devices of the layer it takes: of its mixer and of its MLP."""
         return (self.kv_heads + self.states > 0) + (self.mlp > 0)
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether it has a cache of its own that outlives a step."""
+        return self.owns_cache and self.role != "encoder"
 
     @property
     def cache_kind(self) -> tuple[object, ...]:

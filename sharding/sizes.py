@@ -48,9 +48,9 @@ def cache_bytes(plan: Plan, device: int) -> dict[str, int]:
         if not shape.owns_cache:
             continue
         position = _count(plan, layer.groups, device) * position_bytes(shape, options)
-        ring = ring_positions(plan.engine, options, shape.window)
+        ring = ring_positions(plan.engine, options, shape.window, shape.role)
         place["device"] += options.slots * ring * position
-        if plan.engine == "staged":
+        if plan.engine == "staged" and shape.has_pages:
             kept = plan.residency.pages[index][device]
             page = options.slots * options.page * position
             place["device"] += kept * page
@@ -72,19 +72,24 @@ def context_staging(plan: Plan, device: int, context: Context) -> int:
         page_bytes(plan, i, device)
         for i, shape in enumerate(plan.model.layers)
         if shape.cache_context == context
+        and shape.role != "encoder"
         and _kept(plan, i, device) < full_pages(plan.options, shape.window)
     ]
     largest = max(streamed, default=0)
     return max(1, plan.options.prefetch) * plan.options.group_pages * largest
 
 
-def link_bytes(plan: Plan, device: int, position: int) -> int:
-    """Of the pages sent to the device for one query at `position`."""
+def link_bytes(plan: Plan, device: int, position: int, memory: int) -> int:
+    """Of the pages sent to the device for one query at `position` that attends to the `memory`
+    positions of an encoder."""
     if plan.options.kv != "host":
         return 0
     sent = 0
     for i, shape in enumerate(plan.model.layers):
-        live = live_pages(plan.options, position, shape.window)
+        if shape.role in ("encoder", "memory"):
+            continue
+        read = memory if shape.role == "cross" else position
+        live = live_pages(plan.options, read, shape.window)
         full = full_pages(plan.options, shape.window)
         streamed = len(live) - resident_pages(live, _kept(plan, i, device), full)
         sent += streamed * page_bytes(plan, i, device)

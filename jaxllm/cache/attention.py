@@ -29,17 +29,34 @@ SMALLEST_SPAN = 512  # slots of a ring that one decode step folds at once
 LOWEST = -1e30  # finite, so that exp(m - m) is 1 where nothing has been seen yet
 
 
+class Biases(NamedTuple):
+    """Of scores by distance: by_distance [N, K, G, W] of each from -(W // 2) to W // 2, those at the
+    ends also of what is further; positions [N, T] of the queries themselves, which may see later
+    ones."""
+
+    by_distance: Array
+    positions: Array
+
+    def of(self, keys: Array) -> Array:
+        """What is added to the scores of keys at positions [N, P]: [N, K, G, T, P]."""
+        most = self.by_distance.shape[-1] // 2
+        distance = self.positions[:, :, None] - keys[:, None, :]
+        at = jnp.clip(distance, -most, most) + most
+        return jax.vmap(lambda biases, at: biases[:, :, at])(self.by_distance, at)
+
+
 class Carry(NamedTuple):
     """Running maximum m and sum l [N, K, G, T], weighted values acc [N, K, G, T, Hv]; float32.
 
-    Linear biases go along: by how much [N, K, G, T] each query's scores fall with distance, before
-    they are scaled.
+    Biases go along: by how much [N, K, G, T] each query's scores fall with distance, before they
+    are scaled, or what is added to them afterwards.
     """
 
     m: Array
     l: Array  # noqa: E741
     acc: Array
     slopes: Array | None = None
+    biases: Biases | None = None
     # In the place of all these, where an indexer chooses keys or blocks of them.
     kept: Kept | Followed | KeptBlocks | None = None
 
@@ -94,6 +111,8 @@ def attend_block(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, s
     if carry.slopes is not None:  # one product an addition: compilers round two as they like
         scores = scores - carry.slopes[..., None] * seen.distance[:, None, None]
     scores = scores * cfg.scale
+    if carry.biases is not None:
+        scores = scores + carry.biases.of(seen.keys)
     if cfg.softcap is not None:
         scores = cfg.softcap * jnp.tanh(scores / cfg.softcap)
     scores = jnp.where(seen.visible[:, None, None], scores, -jnp.inf)
@@ -102,7 +121,7 @@ def attend_block(cfg: LayerConfig, carry: Carry, q: Array, k: Array, v: Array, s
     keep = jnp.exp(carry.m - m)
     values = product("nkgtp,nkph->nkgth", weights.astype(q.dtype), v)
     l = carry.l * keep + weights.sum(axis=-1)  # noqa: E741
-    return Carry(m, l, carry.acc * keep[..., None] + values, carry.slopes)
+    return carry._replace(m=m, l=l, acc=carry.acc * keep[..., None] + values)
 
 
 def finish(carry: Carry, dtype: jnp.dtype) -> Array:
@@ -235,6 +254,7 @@ def attend_ring(
     floor = jnp.zeros((rows,), jnp.int32)
     alone = cfg.causal and rows == 1 and chunk > TILE  # then it is itself folded as a triangle
     alone &= not isinstance(cfg.indexer, BlockIndexer)  # whose blocks a tile could cut
+    alone &= carry.biases is None  # which are not made for tiles
     ends = positions[:, :1] if alone else positions[:, -1:] + 1
 
     def fold(i: Array, carry: Carry) -> Carry:

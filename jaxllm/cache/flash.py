@@ -34,7 +34,7 @@ def flashes(cfg: LayerConfig, count: int, dtype: Any, capacity: int) -> bool:
     types = {jnp.dtype(dtype), jnp.dtype(cfg.cache.k.dtype), jnp.dtype(cfg.cache.v.dtype)}
     return (
         cfg.causal
-        and not (cfg.chunked or cfg.alibi or cfg.latent or cfg.indexer)
+        and not (cfg.chunked or cfg.alibi or cfg.relative or cfg.latent or cfg.indexer)
         and types in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
         and {cfg.k_dim, cfg.v_dim} <= {*WIDTHS}
         and capacity % BLOCK == 0

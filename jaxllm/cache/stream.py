@@ -25,15 +25,15 @@ PAUSE = 50e-6  # seconds between looks at what is waited for
 
 class PageStream:
     """See the module's docstring. `owners` has the layer whose pages each layer reads: itself, or
-    an earlier one."""
+    an earlier one; None for a layer that reads none."""
 
-    def __init__(self, store: PageStore, owners: Sequence[int], prefetch: int):
+    def __init__(self, store: PageStore, owners: Sequence[int | None], prefetch: int):
         self.store, self.prefetch = store, max(1, prefetch)
         self.link = Link(store.device)
         self.peers: Sequence[PageStream] = [self]  # that issue copies while one of them waits
         self.sent = 0  # bytes delivered to steps over the link
         self.discarded = 0  # bytes copied ahead for a step that then did not come
-        self._owners = owners
+        self._owners = {i: owner for i, owner in enumerate(owners) if owner is not None}
         self._wanted: dict[int, list[tuple[Group, Array]]] = {}  # by layers still to be visited
         self._queue: list[Group] = []  # host groups of this step, in the order of use
         self._issued = 0  # of the queue, and past its end of the next step's
@@ -53,8 +53,8 @@ class PageStream:
     def begin(self, row: int, rows: int, again: bool) -> None:
         """Start a step over rows row .. row + rows; `again` if the same rows come next."""
         self.store.arrange(row, rows)
-        kept = {owner: self.store.wanted(owner, row, rows) for owner in set(self._owners)}
-        self._wanted = {layer: kept[owner] for layer, owner in enumerate(self._owners)}
+        kept = {own: self.store.wanted(own, row, rows) for own in set(self._owners.values())}
+        self._wanted = {layer: kept[owner] for layer, owner in self._owners.items()}
         wanted = [group for groups in self._wanted.values() for group, _ in groups]
         self._queue = [g for g in wanted if g.place != "device"]
         self._again = again

@@ -26,7 +26,7 @@ class Engine(ABC):
     A step is either one row with a chunk of T tokens or all rows with one token each. The caller
     knows how long every row is; an engine keeps no count of its own.
 
-        begin     release (empty), or reuse (with the beginning of a row)
+        begin     release (empty), or reuse (with the beginning of a row); encode, with an encoder
         steps     forward, logits, settle
         end       release (forgotten), or park (kept, for reuse and read_row)
     """
@@ -35,6 +35,11 @@ class Engine(ABC):
     runs_ahead: bool = False  # whether `greedy` is worth starting before its tokens are known
     ends: StateEnds
     at_work: int | None = None  # the device that a program was last given to, where that is known
+
+    def encode(self, tokens: np.ndarray, row: int, used: int) -> None:
+        """Run a model's encoder over tokens int32 [1, T], those past the first `used` being padding.
+        The decoder's steps of the row attend to what it gives until the row is released."""
+        raise NotImplementedError
 
     @abstractmethod
     def forward(

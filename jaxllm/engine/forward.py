@@ -19,6 +19,7 @@ from jaxllm.engine.local import (
     begin_recurrent,
     choice,
     end_attention,
+    remember,
     run_recurrent,
 )
 from jaxllm.engine.states import empty_state
@@ -47,7 +48,7 @@ def empty_cache(
     options, rings = plan.options, []
     for index in model.cfg.cached:
         layer, heads = model.cfg.layers[index], model.kv_heads[index]
-        capacity = ring_positions("fused", options, layer.window)
+        capacity = ring_positions("fused", options, layer.window, layer.role)
         rings.append(empty_ring(layer, (*lead, options.slots, heads, capacity), sharding))
     states = tuple(
         empty_state(model.cfg.layers[i], (*lead, options.slots, model.states[i]), sharding)
@@ -90,6 +91,8 @@ def _layer(
     block, parts = definition.bind(values), []
     ring, other, state, chosen = held
     earlier = made = None
+    if cfg.role == "memory":
+        return x, held._replace(ring=remember(block, cfg, x, ring, step)), None
     if state is not None and cfg.recurrent is not None:
         midway = None
         if cfg.recurrent.summed:
@@ -134,9 +137,11 @@ def forward(
     features: Array | None = None,
     keep: bool = False,
     kernels: bool = False,
+    encode: bool = False,
 ) -> tuple[Array, Cache, tuple[State, ...]]:
     """One step over all layers: the hidden states [N, T, D] before the head, the new cache, and
-    with `keep` the states after fewer tokens (`run_recurrent`).
+    with `keep` the states after fewer tokens (`run_recurrent`). `encode`: over those of an encoder,
+    not the decoder's.
 
     With a span rows have one token, and attention reads that many slots of a ring at once. Tokens
     of a draft come with features [N, T, D]. `kernels` says that the device has those of attention.
@@ -147,10 +152,10 @@ def forward(
     states: dict[int, State] = dict(zip(model.cfg.stateful, cache.states, strict=True))
     earlier: list[State] = []
     chosen = None
-    for index, (definition, cfg, values, owner) in enumerate(
-        zip(model.blocks, model.cfg.layers, leaves.layers, model.cfg.owners, strict=True)
-    ):
-        other = rings[owner] if cfg.kv_heads and not cfg.owns_cache else None
+    owners = model.cfg.owners
+    for index in model.cfg.of_step(encode):
+        definition, cfg, values = model.blocks[index], model.cfg.layers[index], leaves.layers[index]
+        other = rings[owners[index]] if cfg.kv_heads and not cfg.owns_cache else None
         follows = isinstance(cfg.indexer, Follower)
         held = Held(rings.get(index), other, states.get(index), chosen if follows else None)
         kind = Kind(definition, cfg, total, span, keep, kernels)
@@ -186,7 +191,7 @@ def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[A
         zeros = jnp.zeros_like(starts)
         written = (starts >= 0) & (starts + count <= ctx) & (starts % ubatch + count <= ubatch)
         counts = jnp.where(written, count, 0)
-        own = Step(tokens.astype(jnp.int32), zeros[0], starts, zeros, counts)
+        own = Step(tokens.astype(jnp.int32), zeros[0], starts, zeros, counts, zeros, zeros)
         x, cache, _ = forward(model, leaves, cache, own, alone)
         known = ((tokens >= 0) & (tokens < model.cfg.vocab)).all(axis=1)
         logits = model.ends.bind(leaves.ends).logits(x, leaves.vocab)

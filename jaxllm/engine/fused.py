@@ -81,7 +81,7 @@ def _total(mesh: JaxMesh | None) -> Total:
 _program = partial(jax.jit, donate_argnames=("cache",), compiler_options=DEVICE_LOOPS)
 
 
-@partial(_program, static_argnames=("model", "mesh", "span", "keep", "kernels"))
+@partial(_program, static_argnames=("model", "mesh", "span", "keep", "kernels", "encode"))
 def _forward(
     leaves: Leaves,
     cache: Cache,
@@ -93,12 +93,13 @@ def _forward(
     span: int | None,
     keep: bool,
     kernels: bool,
+    encode: bool = False,
 ) -> tuple[Array, Cache, tuple[State, ...]]:
     def local(
         leaves: Leaves, cache: Cache, packed: Array, features: Array | None
     ) -> tuple[Array, Cache, tuple[State, ...]]:
-        step = unpack_step(packed)
-        return forward(model, leaves, cache, step, _total(mesh), span, features, keep, kernels)
+        step, total = unpack_step(packed), _total(mesh)
+        return forward(model, leaves, cache, step, total, span, features, keep, kernels, encode)
 
     return _per_device(mesh, local, 2, 2)(leaves, cache, packed, features)
 
@@ -108,19 +109,21 @@ def _greedy(
     leaves: Leaves,
     cache: Cache,
     tokens: Array,
-    starts: Array,
+    places: Array,
     *,
     model: LocalModel,
     mesh: JaxMesh | None,
     span: int | None,
     kernels: bool,
 ) -> tuple[Array, Cache]:
-    """A step of one token a row, head included: the likeliest tokens [N], and the new cache."""
+    """A step of one token a row, head included: the likeliest tokens [N], and the new cache. places
+    [2, N] are the rows' positions and how much memory each has."""
 
-    def local(leaves: Leaves, cache: Cache, tokens: Array, starts: Array) -> tuple[Array, Cache]:
+    def local(leaves: Leaves, cache: Cache, tokens: Array, places: Array) -> tuple[Array, Cache]:
+        starts, memory = places
         zeros = jnp.zeros_like(starts)
         counts = (starts >= 0).astype(jnp.int32)
-        step = Step(tokens[:, None], zeros[0], starts, zeros, counts)
+        step = Step(tokens[:, None], zeros[0], starts, zeros, counts, memory, zeros)
         x, cache, _ = forward(model, leaves, cache, step, _total(mesh), span, kernels=kernels)
         at = zeros[:, None]
         best = head_logits(model.ends.bind(leaves.ends), x, at, leaves.vocab, top=1)
@@ -131,7 +134,7 @@ def _greedy(
             ids = jnp.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]
         return ids, cache
 
-    ids, cache = _per_device(mesh, local, 2, 2)(leaves, cache, tokens, starts)
+    ids, cache = _per_device(mesh, local, 2, 2)(leaves, cache, tokens, places)
     if mesh is not None:
         ids = jax.lax.with_sharding_constraint(ids[0], _same(mesh))
     return ids, cache
@@ -169,8 +172,9 @@ class FusedEngine(Engine):
     """See the module's docstring; `Engine` says what the methods mean.
 
     A row is parked as it is: its ring stays. `written` says up to which position each row's rings
-    were ever written, padding included; what lies a capacity below that is gone. `since` has the
-    first position of rows that did not begin at zero, by row and window.
+    was ever written, padding included; what lies a capacity below that is gone. `since` has the
+    first position of rows that did not begin at zero, by row and window. `memory` has how many
+    positions of an encoder each row's decoder attends to.
     """
 
     def __init__(
@@ -196,6 +200,7 @@ class FusedEngine(Engine):
         self.kernels = kernels
         self.spans = () if on_cpu or self._only_kernels(dtype) else decode_spans(plan.options.ctx)
         self.written = np.zeros(plan.options.slots, np.int64)
+        self.memory = np.zeros(plan.options.slots, np.int32)
         self.since: dict[tuple[int, int], int] = {}
         self.capacities = {
             layer.window: ring_positions("fused", plan.options, layer.window)
@@ -219,6 +224,23 @@ class FusedEngine(Engine):
             for i, window in windows.items()
         )
 
+    @frees_on_failure
+    def encode(self, tokens: np.ndarray, row: int, used: int) -> None:
+        start = np.zeros(1, np.int32)
+        _, self.cache, _ = _forward(
+            self.leaves,
+            self.cache,
+            pack_step(tokens, row, start, start, start, start, used),
+            None,
+            model=self.model,
+            mesh=self.mesh,
+            span=None,
+            keep=False,
+            kernels=self.kernels,
+            encode=True,
+        )
+        self.memory[row] = used
+
     def recover(self) -> bool:
         lost = any(part.is_deleted() for part in jax.tree.leaves(self.cache))
         if lost:  # donated to what failed
@@ -235,7 +257,8 @@ class FusedEngine(Engine):
         self.ends.advance(row, starts, chunk if used is None else used)
         if chunk > 1 or not self.spans:
             return None
-        return next(span for span in self.spans if span >= ends.max())
+        longest = max(ends.max(), self.memory.max())
+        return next(span for span in self.spans if span >= longest)
 
     @frees_on_failure
     def greedy(self, tokens: Any, starts: np.ndarray) -> Any:
@@ -246,7 +269,7 @@ class FusedEngine(Engine):
             self.leaves,
             self.cache,
             tokens,
-            starts.astype(np.int32),
+            np.stack([starts, self.memory], dtype=np.int32, casting="unsafe"),
             model=self.model,
             mesh=self.mesh,
             span=span,
@@ -272,7 +295,8 @@ class FusedEngine(Engine):
         keep: bool = False,
     ) -> Array:
         span = self._write(row, starts, tokens.shape[1], used)
-        packed = pack_step(tokens, row, starts, np.zeros_like(starts), used)
+        zeros, memory = np.zeros_like(starts), self.memory[row : row + len(starts)]
+        packed = pack_step(tokens, row, starts, zeros, memory, zeros, used)
         if features is not None:
             features = jax.device_put(features, self.same)
         x, self.cache, self.earlier = _forward(
@@ -327,7 +351,7 @@ class FusedEngine(Engine):
         return _features(self.leaves.ends, hidden, ends=self.model.ends, mesh=self.mesh)
 
     def release(self, row: int) -> None:
-        self.written[row] = 0
+        self.written[row] = self.memory[row] = 0
         self.ends.set(row, 0)
         for window in self.capacities:
             self.since.pop((row, window), None)
@@ -352,7 +376,7 @@ class FusedEngine(Engine):
         axis = self.row_axis
         self.cache = copy_row(self.cache, np.int32(source), np.int32(row), axis=axis)
         self.ends.copy(source, row)
-        self.written[row] = self.written[source]
+        self.written[row], self.memory[row] = self.written[source], self.memory[source]
         for window in self.capacities:
             self.since[row, window] = self.since.get((source, window), 0)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxllm.cache.attention import (
+    Biases,
     Carry,
     Ring,
     finish,
@@ -35,7 +36,8 @@ class Step(NamedTuple):
 
     tokens [N, T]; row []; starts [N] the position of each row's first token; floor [N] where the
     positions that a ring holds begin (zero but for tails); counts [N] how many of each row's tokens
-    are real, none of a row that takes no part. All int32.
+    are real, none of a row that takes no part; memory [N] how many positions each row's cross
+    attention reads, and memory_floor [N] where those of a ring begin. All int32.
     """
 
     tokens: Array
@@ -43,6 +45,8 @@ class Step(NamedTuple):
     starts: Array
     floor: Array
     counts: Array
+    memory: Array
+    memory_floor: Array
 
     @property
     def positions(self) -> Array:
@@ -51,26 +55,40 @@ class Step(NamedTuple):
 
     def seen_from(self, cfg: LayerConfig) -> Array:
         """The positions [N, T] up to which queries see: their own, or the last real one of their
-        row in a layer that is not causal."""
+        row in a layer that is not causal, or of its memory in cross attention."""
         if cfg.causal:
             return self.positions
-        return jnp.broadcast_to((self.starts + self.counts - 1)[:, None], self.tokens.shape)
+        count = self.starts + self.counts
+        if cfg.role == "cross":
+            count = jnp.where(self.starts < 0, 0, self.memory)
+        return jnp.broadcast_to((count - 1)[:, None], self.tokens.shape)
+
+    def floor_of(self, cfg: LayerConfig) -> Array:
+        """Where the positions [N] of the ring that a layer reads begin."""
+        return self.memory_floor if cfg.role == "cross" else self.floor
 
 
 def pack_step(
-    tokens: np.ndarray, row: int, starts: np.ndarray, floor: np.ndarray, used: int | None = None
+    tokens: np.ndarray,
+    row: int,
+    starts: np.ndarray,
+    floor: np.ndarray,
+    memory: np.ndarray,
+    memory_floor: np.ndarray,
+    used: int | None = None,
 ) -> np.ndarray:
-    """A step as one int32 array [N, T + 4]: one copy a device and step; `used` of the T tokens are
+    """A step as one int32 array [N, T + 6]: one copy a device and step; `used` of the T tokens are
     real, or all."""
-    rows = np.full((len(tokens), 1), row)
     counts = np.where(starts < 0, 0, tokens.shape[1] if used is None else used)
-    columns = [tokens, rows, starts[:, None], floor[:, None], counts[:, None]]
-    return np.concatenate(columns, axis=1, dtype=np.int32, casting="unsafe")
+    columns = np.full_like(starts, row), starts, floor, counts, memory, memory_floor
+    packed = [tokens, np.stack(columns, axis=1)]
+    return np.concatenate(packed, axis=1, dtype=np.int32, casting="unsafe")
 
 
 def unpack_step(packed: Array) -> Step:
     """The inverse of `pack_step`, inside a trace."""
-    return Step(packed[:, :-4], packed[0, -4], packed[:, -3], packed[:, -2], packed[:, -1])
+    row, *columns = jnp.moveaxis(packed[:, -6:], 1, 0)
+    return Step(packed[:, :-6], row[0], *columns)
 
 
 def begin_attention(
@@ -98,13 +116,28 @@ def begin_attention(
         else:
             kept = no_keys(cfg, asks, q.dtype)
     if ring is not None and k is not None and v is not None:
-        k = rotate(k) if cfg.cache.rotate_k else k
-        v = rotate(v) if cfg.cache.rotate_v else v
-        ring = write_ring(cfg, ring, k, v, step.row, step.starts)
+        ring = _write(cfg, ring, k, v, step)
     q = queries_first(q)
     slopes = None if block.slopes is None else block.slopes[...] / cfg.scale
     sinks = None if block.sinks is None else block.sinks[...]
-    return q, start_carry(q, cfg.v_dim, slopes, sinks)._replace(kept=kept), ring
+    biases = None
+    if block.relative is not None:
+        found = block.relative()
+        biases = Biases(jnp.broadcast_to(found, (len(q), *found.shape)), step.positions)
+    carry = start_carry(q, cfg.v_dim, slopes, sinks)
+    return q, carry._replace(kept=kept, biases=biases), ring
+
+
+def _write(cfg: LayerConfig, ring: Ring, k: Array, v: Array, step: Step) -> Ring:
+    k = rotate(k) if cfg.cache.rotate_k else k
+    v = rotate(v) if cfg.cache.rotate_v else v
+    return write_ring(cfg, ring, k, v, step.row, step.starts)
+
+
+def remember(block: Block, cfg: LayerConfig, x: Array, ring: Ring | None, step: Step) -> Ring:
+    """The ring of a memory with what an encoder gives [N, T, D] written to it."""
+    assert ring is not None
+    return _write(cfg, ring, *block.remember(x), step)
 
 
 def choice(cfg: LayerConfig, carry: Carry) -> Array | None:

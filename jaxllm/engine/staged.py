@@ -41,7 +41,7 @@ from jaxllm.engine.stages import cut, features, head, layer_of
 from jaxllm.engine.states import StateEnds, StateRow, empty_state
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
-from sharding import Plan, ring_positions
+from sharding import Plan, Role, ring_positions
 from sharding.links import Place
 from sharding.memory import memory_of
 
@@ -74,12 +74,17 @@ class StagedEngine(Engine):
         self.sums_columns = [cfg.sums_columns for cfg in models[0].cfg.layers]
         self.page = options.page
         self.floor = np.zeros(options.slots, np.int32)
+        self.memory = np.zeros(options.slots, np.int32)  # positions of an encoder that rows read
+        self.memory_floor = np.zeros(options.slots, np.int32)
         layers, pages, host = len(self.owners), options.group_pages, HostMemory()
         self.stores = [
             PageStore(d, layers, pages, partial(place, i), host, mixes=not drafting)
             for i, d in enumerate(devices)
         ]
-        self.streams = [PageStream(s, self.owners, options.prefetch) for s in self.stores]
+        self.roles = [cfg.role for cfg in models[0].cfg.layers]
+        decoding = models[0].cfg.of_step(encode=False)
+        read = [own if i in decoding else None for i, own in enumerate(self.owners)]
+        self.streams = [PageStream(s, read, options.prefetch) for s in self.stores]
         for stream in self.streams:
             stream.peers = self.streams
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
@@ -102,7 +107,7 @@ class StagedEngine(Engine):
             for i, layer in enumerate(self.plan.layers):
                 if device in layer.attn_devices and i in model.cfg.cached:
                     cfg = model.cfg.layers[i]
-                    capacity = ring_positions("staged", options, cfg.window)
+                    capacity = ring_positions("staged", options, cfg.window, cfg.role)
                     rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
         return rings
 
@@ -128,6 +133,15 @@ class StagedEngine(Engine):
         return lost
 
     @frees_on_failure
+    def encode(self, tokens: np.ndarray, row: int, used: int) -> None:
+        start = np.zeros(1, np.int32)
+        packed = pack_step(tokens, row, start, start, start, start, used)
+        StagedStep(self, packed, encode=True).run()
+        full = used // self.page
+        self._flush(row, "memory", 0, full, used)
+        self.memory[row], self.memory_floor[row] = used, full * self.page
+
+    @frees_on_failure
     def forward(
         self,
         tokens: np.ndarray,
@@ -138,9 +152,12 @@ class StagedEngine(Engine):
         keep: bool = False,
     ) -> dict[int, Array]:
         rows = len(tokens)
-        packed = pack_step(tokens, row, starts, self.floor[row : row + rows], used)
+        counts = (a[row : row + rows] for a in (self.floor, self.memory, self.memory_floor))
+        packed = pack_step(tokens, row, starts, *counts, used)
         self.ends.advance(row, starts, tokens.shape[1] if used is None else used)
-        step = StagedStep(self, packed, row, rows, rows == self.plan.options.slots, keep)
+        for stream in self.streams:
+            stream.begin(row, rows, again=rows == self.plan.options.slots)
+        step = StagedStep(self, packed, keep=keep)
         found = step.run(features)
         self.earlier = step.earlier
         return found
@@ -183,7 +200,8 @@ class StagedEngine(Engine):
             first = int(self.floor[row + n])
             full = (end - first) // self.page
             if full > 0:
-                self._flush(row + n, first, full, end)
+                self._flush(row + n, "decoder", first, full, end)
+                self.floor[row + n] = first + full * self.page
             self._trim(row + n, end)
 
     def _trim(self, row: int, end: int) -> None:
@@ -195,11 +213,13 @@ class StagedEngine(Engine):
                 for device, layer in layers:
                     self.stores[device].trim(layer, row, oldest)
 
-    def _flush(self, row: int, first: int, full: int, end: int) -> None:
+    def _flush(self, row: int, role: Role, first: int, full: int, end: int) -> None:
+        """Give the stores so many full pages of a row, from position `first` on, of the layers of
+        one role."""
         for device, rings in enumerate(self.rings):
             store = self.stores[device]
-            for layer, ring in rings.items():
-                window = self.models[device].cfg.layers[layer].window
+            for layer in (i for i in rings if self.roles[i] == role):
+                ring, window = rings[layer], self.models[device].cfg.layers[layer].window
                 oldest = 0 if window is None else max(0, end - window + 1)
                 at, left = first, full
                 for size in reversed(group_sizes(self.plan.options.group_pages)):
@@ -210,7 +230,6 @@ class StagedEngine(Engine):
                             )
                             store.add(layer, row, at, pages)
                         at, left = at + size * self.page, left - size
-        self.floor[row] = first + full * self.page
 
     def rehearse(self, chunk: int) -> Iterator[int]:
         yield 0
@@ -230,13 +249,14 @@ class StagedEngine(Engine):
         self.release(0)
         at = np.int32(0)
         for store, model, rings in zip(self.stores, self.models, self.rings, strict=True):
-            first_of_kind = {(model.cfg.layers[i], model.kv_heads[i]): i for i in rings}
+            paged = [i for i in rings if self.roles[i] != "encoder"]
+            first_of_kind = {(model.cfg.layers[i], model.kv_heads[i]): i for i in paged}
             for layer in first_of_kind.values():
                 store.add(layer, 0, 0, cut(rings[layer], at, at, page=self.page, pages=size))
 
     @frees_on_failure
     def release(self, row: int) -> None:
-        self.floor[row] = 0
+        self.floor[row] = self.memory[row] = self.memory_floor[row] = 0
         self.ends.set(row, 0)
         for window in self.window_layers:
             self.trimmed.pop((row, window), None)

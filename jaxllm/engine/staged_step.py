@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxllm.engine.stages import Queries, StageIn, attend, embed, stage
 from jaxllm.models.layers import Array, Heads
 from jaxllm.models.parts import Follower
 from sharding import exchange
+from sharding.splits import holders
 
 if TYPE_CHECKING:
     from jaxllm.engine.staged import StagedEngine
@@ -26,16 +28,15 @@ class StagedStep:
         self,
         engine: StagedEngine,
         packed: np.ndarray,
-        row: int,
-        rows: int,
-        again: bool,
-        keep: bool,
+        keep: bool = False,
+        encode: bool = False,
     ):
         self.engine, self.keep = engine, keep
+        self.order = engine.models[0].cfg.of_step(encode)
+        self.following = dict(pairwise((None, *self.order, None)))  # layers of this step
+        self.holders = () if encode else holders(engine.plan.vocab)
         self.earlier: dict[tuple[int, int], State] = {}  # by device and layer; see `take_back`
         self.packed = [jax.device_put(packed, SingleDeviceSharding(d)) for d in engine.devices]
-        for stream in engine.streams:
-            stream.begin(row, rows, again)
         self.x: dict[int, Array] = {}
         self.made: dict[int, Array] = {}  # partials by the device that made them
         self.parts: dict[int, tuple[Array, ...]] = {}  # partials to sum, by the device that will
@@ -50,24 +51,26 @@ class StagedStep:
     def run(self, given: Array | None = None) -> dict[int, Array]:
         """Through all layers; the tokens of a draft come with features [N, T, D]."""
         engine, plan = self.engine, self.engine.plan
-        holders = [i for i, (a, b) in enumerate(plan.vocab) if b > a]
-        for i in holders:
+        for i in holders(plan.vocab):
             leaves, ends = engine.leaves[i], engine.models[i].ends
             beside = None if given is None else engine.copy_to(given, i)
             self.made[i] = embed(leaves.ends, leaves.vocab, self.packed[i], beside, ends=ends)
-        last = len(plan.layers) - 1
-        self._exchange(plan.layers[0].devices)
-        self._begin(0, ("enter",))
-        for index, layer in enumerate(plan.layers):
-            targets = holders if index == last else plan.layers[index + 1].devices
+        self._exchange(plan.layers[self.order[0]].devices)
+        self._begin(None, ("enter",))
+        for index in self.order:
+            layer, there = plan.layers[index], self.following[index]
+            targets = self.holders if there is None else plan.layers[there].devices
             if self.heads or self.held:
                 self._exchange(layer.mixer_devices)
                 for device in layer.mixer_devices:
                     self._run(device, ("in",), None, index)
-            if layer.attn_devices:
+            if engine.roles[index] == "memory":
+                self._pass_on(index, targets)
+                continue
+            if layer.attn_devices and engine.roles[index] != "encoder":
                 self._attend(layer.attn_devices, index)
             if len(layer.devices) == 1:
-                self._alone(layer.devices[0], index, tuple(targets))
+                self._alone(layer.devices[0], index, targets)
                 continue
             for device in layer.mixer_devices:
                 self._run(device, ("out",), index)
@@ -82,9 +85,9 @@ class StagedStep:
                 for device in layer.mlp_devices:
                     self._run(device, ("end_mlp",), index)
             if layer.mlp_devices:
-                self._finish(index, tuple(targets))
+                self._finish(index, targets)
             else:
-                self._pass_on(index, tuple(targets))
+                self._pass_on(index, targets)
         return self.x
 
     def _alone(self, device: int, index: int, targets: tuple[int, ...]) -> None:
@@ -92,12 +95,12 @@ class StagedStep:
         layers = self.engine.plan.layers
         pieces = ("out",) if layers[index].mixer_devices else ()
         pieces += ("after", "mlp", "join") if layers[index].mlp_devices else ("after",)
-        following = layers[index + 1] if index + 1 < len(layers) else None
-        if targets != (device,) or following is None:
+        there = self.following[index]
+        if targets != (device,) or there is None:
             self._run(device, pieces, index)
             self._hand_over(device, index, targets)
-        elif following.mixer_devices:
-            self._run(device, (*pieces, "in"), index, index + 1)
+        elif layers[there].mixer_devices:
+            self._run(device, (*pieces, "in"), index, there)
         else:
             self._run(device, pieces, index)
 
@@ -105,7 +108,7 @@ class StagedStep:
         """From the partials of a layer's MLP to the next layer's queries, or to the head."""
         if set(targets) <= set(self.x):
             self._exchange(targets)
-            self._begin(index + 1, ("join",))
+            self._begin(index, ("join",))
         else:
             source = min(self.x)
             self._exchange((source,))
@@ -115,7 +118,7 @@ class StagedStep:
     def _pass_on(self, index: int, targets: tuple[int, ...]) -> None:
         """From the residual of a layer without an MLP to the next layer, or to the head."""
         if set(targets) <= set(self.x):
-            self._begin(index + 1, (), targets)
+            self._begin(index, (), targets)
         else:
             self._hand_over(min(self.x), index, targets)
 
@@ -123,19 +126,20 @@ class StagedStep:
         """Send the finished residual of one device to those that need it next."""
         self.made = {source: self.x[source]}
         self._exchange(targets)
-        self._begin(index + 1, ("enter",))
+        self._begin(index, ("enter",))
 
     def _begin(
-        self, index: int, first: tuple[str, ...], targets: Sequence[int] | None = None
+        self, ended: int | None, first: tuple[str, ...], targets: Sequence[int] | None = None
     ) -> None:
-        """Start layer `index` on its devices; past the last layer, only complete the residual."""
-        layers = self.engine.plan.layers
+        """Start the layer that follows one that ended, on its devices; past the last layer, only
+        complete the residual."""
+        layers, there = self.engine.plan.layers, self.following[ended]
         targets = list(self.parts) if targets is None else targets
         self.x = {d: x for d, x in self.x.items() if d in targets}
         for device in targets:
-            here = index - 1 if first == ("join",) else None
-            if index < len(layers) and device in layers[index].mixer_devices:
-                self._run(device, (*first, self._entry(index)), here, index)
+            here = ended if first == ("join",) else None
+            if there is not None and device in layers[there].mixer_devices:
+                self._run(device, (*first, self._entry(there)), here, there)
             elif first:
                 self._run(device, first, here)
 

@@ -29,6 +29,7 @@ from jaxllm.engine.local import (
     choice,
     end_attention,
     head_logits,
+    remember,
     run_recurrent,
     unpack_step,
 )
@@ -141,6 +142,9 @@ def stage(
             if not there.kv_heads:
                 heads, total = None, None
                 continue
+            if there.cfg.role == "memory":
+                ring = remember(new, there.cfg, x, ring, step)
+                continue
             if heads is None or total is None:  # no other device has heads of this layer
                 heads = new.project(x)
                 total = new.head_squares(heads)
@@ -153,9 +157,8 @@ def stage(
                 continue
             assert given.queries is not None and given.tail is not None
             q, carry = given.queries
-            carry = attend_tail(
-                here.cfg, carry, q, given.tail, step.row, step.seen_from(here.cfg), step.floor, page
-            )
+            seen, floor = step.seen_from(here.cfg), step.floor_of(here.cfg)
+            carry = attend_tail(here.cfg, carry, q, given.tail, step.row, seen, floor, page)
             made = choice(here.cfg, carry)
             chosen = chosen if made is None else made
             own = end_attention(old, here.cfg, carry, q, x)
@@ -181,7 +184,7 @@ def stage(
         heads,
         held,
         begun,
-        None if begun is None else ring,
+        ring,
         mixed,
         state,
         begun_mlp,

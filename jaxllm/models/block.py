@@ -2,7 +2,8 @@
 
 A block says what precedes attention and what follows it; attention itself belongs to the cache.
 A layer that has no heads or no MLP is asked nothing about them; `recur` is for those with a state,
-`begin_recur` for those of them that are `summed` (`jaxllm.models.recurrent`).
+`begin_recur` for those of them that are `summed` (`jaxllm.models.recurrent`). `remember` is all that
+a memory of an encoder is asked, and nobody else.
 An engine calls, in this order, for every layer:
 
     heads   = block.project(x)
@@ -38,6 +39,7 @@ from jaxllm.models.kept import KeptMix
 from jaxllm.models.layers import Array, Heads, Norm, linear, matrix, param
 from jaxllm.models.nextn import NextN
 from jaxllm.models.quantised import QuantisedParam, values
+from jaxllm.models.relative import RelativeBias
 from jaxllm.models.streams import Streams
 
 
@@ -54,10 +56,15 @@ class Block(nnx.Module):
 
     slopes: nnx.Param | None = None  # of linear biases [K, G], where the layer has them
     sinks: nnx.Param | None = None  # logits [K, G] that take weight and give no value
+    relative: RelativeBias | None = None  # biases by distance, where the layer has them
 
     def project(self, x: Array) -> Heads:
         """x [B, T, D] -> q [B, T, K, G, H], k [B, T, K, H] and v [B, T, K, Hv] of own heads; k and
         v are None for a layer that reads another's cache."""
+        raise NotImplementedError
+
+    def remember(self, x: Array) -> tuple[Array, Array]:
+        """What an encoder gives [B, T, D] -> k [B, T, K, H] and v [B, T, K, Hv] of own heads."""
         raise NotImplementedError
 
     def head_squares(self, heads: Heads) -> Array | None:

@@ -16,6 +16,7 @@ from jaxllm.models.parts import (
     RMS,
     Activation,
     AltUp,
+    AttnNames,
     BlockIndexer,
     Experts,
     Follower,
@@ -23,11 +24,12 @@ from jaxllm.models.parts import (
     Latent,
     Norms,
     NormStyle,
+    Relative,
     Rope,
     Temperature,
 )
 from jaxllm.models.recurrent import Recurrent, state_bytes
-from sharding import Context, LayerShape, ModelShape
+from sharding import Context, LayerShape, ModelShape, Role
 
 
 class Columns(NamedTuple):
@@ -55,6 +57,7 @@ class LayerConfig:
     rope: Rope | None  # None: a layer without
     scale: float  # of the attention scores
     eps: float
+    role: Role = "decoder"  # in a model with an encoder: see `sharding.LayerShape`
     causal: bool = True  # False: every position sees the whole prompt, which is one step
     window: int | None = None  # position p sees keys k with p - k < window
     chunked: bool = False  # and none before the last multiple of it
@@ -62,6 +65,8 @@ class LayerConfig:
     softcap: float | None = None  # of the attention scores
     sinks: bool = False  # one more logit a query head, which takes weight and gives no value
     alibi: float = 0.0  # largest exponent of the slopes of linear biases (Press et al. 2022)
+    relative: Relative | None = None  # biases of the scores by distance
+    attn_names: AttnNames = AttnNames()
     norm: NormStyle = RMS
     norms: Norms = Norms()
     post_eps: float | None = None  # of norms on what is added, where theirs is another
@@ -217,7 +222,8 @@ class ModelConfig:
     layer_inputs: int = 0  # channels that each layer reads beside the residual
     kept: int = 0  # residuals of layers that go beside the newest: see `models.kept`
     positions: int = 0  # rows of a learned position embedding; 0 for none
-    block_layers: int = 1  # layers that the tensors of one block of a file make
+    block_layers: int = 1  # layers that the tensors of one block of a file make, of the decoder
+    start: int = 0  # the token that the decoder of a model with an encoder begins with
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     drawn: int = 0  # tokens, of which those after so many are never drawn; 0: there are none
@@ -236,7 +242,24 @@ class ModelConfig:
     @property
     def causal(self) -> bool:
         """Whether a position's logits are made of it and earlier ones alone."""
-        return all(layer.causal for layer in self.layers)
+        return all(layer.causal for layer in self.layers if layer.role == "decoder")
+
+    @property
+    def encoder(self) -> int:
+        """How many layers an encoder has; 0 for a decoder alone."""
+        return sum(layer.role == "encoder" for layer in self.layers)
+
+    def of_step(self, encode: bool) -> tuple[int, ...]:
+        """The layers, in their order, of a step of the encoder or of the decoder."""
+        roles = ("encoder", "memory") if encode else ("decoder", "cross")
+        return tuple(i for i, layer in enumerate(self.layers) if layer.role in roles)
+
+    def stored(self, layer: int) -> str:
+        """What the names of a layer's tensors in a file begin with."""
+        if layer < self.encoder:
+            return f"enc.blk.{layer}."
+        block = (layer - self.encoder) // self.block_layers
+        return f"{'dec.' if self.encoder else ''}blk.{block}."
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -304,6 +327,7 @@ class ModelConfig:
                     states=layer.columns.states,
                     state_bytes=0 if layer.recurrent is None else state_bytes(layer.recurrent),
                     state_work=0 if layer.recurrent is None else 4 * layer.recurrent.work,
+                    role=layer.role,
                     **_kept(layer.indexer),
                     cache_context="main" if i < len(self.layers) - self.ahead else "draft",
                 )

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxllm.models import parts
 from jaxllm.models.block import Block, Midway
 from jaxllm.models.config import Columns, LayerConfig
+from jaxllm.models.cross import KeysValues
 from jaxllm.models.experts import feed_forward
 from jaxllm.models.heads import HeadNorms, HeadsGate
 from jaxllm.models.indexer import BlockIndexer
@@ -26,14 +27,19 @@ from jaxllm.models.layers import (
     param,
 )
 from jaxllm.models.mixers import mixer
+from jaxllm.models.relative import RelativeBias
 from jaxllm.models.rope import RopeTable
 from jaxllm.models.selective import SelectiveMixer
 
 
 def attention(
     cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype
-) -> tuple[QKV | LatentQKV, HeadsOut | LatentOut]:
+) -> tuple[QKV | LatentQKV | KeysValues | None, HeadsOut | LatentOut | None]:
     """What stands before and after attention of a layer's slice."""
+    if not cfg.kv_heads:
+        return None, None
+    if cfg.role == "memory":
+        return KeysValues(cfg, kv_heads, embed, dtype), None
     if cfg.latent is None:
         return QKV(cfg, kv_heads, embed, dtype), HeadsOut(cfg, kv_heads, embed, dtype)
     qkv = LatentQKV(cfg, kv_heads, embed, dtype)
@@ -61,14 +67,15 @@ class DecoderBlock(Block):
         shared = cfg.parallel and names.mlp == names.attn
         self.mlp_norm = None if shared else norm(names.mlp)
         self.post_mlp_norm = norm(names.mlp_post, post_eps)
-        self.qkv, self.out = (
-            attention(cfg, kv_heads, embed, dtype) if cfg.kv_heads else (None, None)
-        )
+        self.qkv, self.out = attention(cfg, kv_heads, embed, dtype)
         chooses = isinstance(cfg.indexer, parts.BlockIndexer)
         self.indexer = BlockIndexer(cfg, kv_heads, embed, dtype) if chooses else None
         self.recurrent = mixer(cfg, columns.states, embed, dtype)
         self.head_norms = HeadNorms(cfg, kv_heads) if cfg.qk_norm else None
         self.rope = RopeTable(cfg.rope)
+        self.relative = (
+            None if cfg.relative is None else RelativeBias(cfg.relative, kv_heads, cfg.q_per_kv)
+        )
         self.slopes = (
             param(
                 (kv_heads, cfg.q_per_kv),
@@ -88,8 +95,12 @@ class DecoderBlock(Block):
         self.ffn = feed_forward(cfg, columns, embed, dtype) if cfg.mlp else None
         self.down_bias = bias("ffn_down.bias") if cfg.mlp_bias else None
 
+    def remember(self, x: Array) -> tuple[Array, Array]:
+        assert isinstance(self.qkv, KeysValues)
+        return self.qkv(self._read(x))
+
     def project(self, x: Array) -> Heads:
-        assert self.qkv is not None
+        assert isinstance(self.qkv, QKV | LatentQKV)
         read = self._read(x)
         q, k, v = self.qkv(read)
         return q, k, v if self.indexer is None or v is None else self.indexer(read, v)

@@ -209,11 +209,12 @@ class QKV(nnx.Module):
 
     def __init__(self, cfg: LayerConfig, kv_heads: int, embed: int, dtype: jnp.dtype):
         self.cfg = cfg
-        names, rows = ["attn_q"], cfg.q_per_kv * cfg.k_dim
+        own = cfg.attn_names
+        names, rows = [own.q], cfg.q_per_kv * cfg.k_dim
         if cfg.owns_cache:
-            names, rows = [*names, "attn_k"], rows + cfg.k_dim
+            names, rows = [*names, own.k], rows + cfg.k_dim
             if not cfg.v_from_k:
-                names, rows = [*names, "attn_v"], rows + cfg.v_dim
+                names, rows = [*names, own.v], rows + cfg.v_dim
         if cfg.qkv_joined:
             names = ["attn_qkv"]
         self.weight = matrix(
@@ -254,7 +255,7 @@ class HeadsOut(nnx.Module):
         self.weight = matrix(
             (embed, kv_heads, cfg.q_per_kv * cfg.v_dim),
             ("embed", "kv_group", "head_rows"),
-            ("attn_output.weight",),
+            (f"{cfg.attn_names.out}.weight",),
             dtype,
             form="columns",
         )

@@ -184,6 +184,27 @@ class AltUp:
     laurel: int  # rank of that way
 
 
+@dataclass(frozen=True)
+class Relative:
+    """Biases of scores by how far a key is from its query (T5, Raffel et al. 2020): a learned one a
+    query head for each of `buckets` ranges of distances, in the tensor `source`; see
+    `jaxllm.models.relative`."""
+
+    source: str
+    buckets: int
+    both_ways: bool  # later keys have half of the buckets; else they have none
+    furthest: int = 128  # and beyond, one bucket
+
+
+class AttnNames(NamedTuple):
+    """What the tensors of a layer's queries, keys, values and output are called."""
+
+    q: str = "attn_q"
+    k: str = "attn_k"
+    v: str = "attn_v"
+    out: str = "attn_output"
+
+
 class Temperature(NamedTuple):
     """Queries at position p times 1 + scale * log(1 + floor((p + offset) / every)), so that long
     contexts do not blur attention (as in Llama 4)."""

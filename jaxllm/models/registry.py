@@ -27,6 +27,7 @@ from jaxllm.models import (
     qwen35,
     rwkv6,
     scaled,
+    t5,
     talkie,
     variants,
     windowed,
@@ -43,6 +44,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4": gemma4.FAMILY,
     "grovemoe": grove.FAMILY,
     "rwkv6": rwkv6.FAMILY,
+    "t5": t5.FAMILY,
     "talkie": talkie.FAMILY,
     **deepseek2.FAMILIES,
     **diffusion.FAMILIES,
@@ -66,7 +68,6 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "qwen35 with its own draft",
     ),
     "gemma4-assistant": ("a draft in a file of its own", "gemma4 without a draft"),
-    "t5": ("an encoder before a decoder", "gemma3"),
 }
 
 

@@ -171,9 +171,9 @@ def whole_model(
     return local_model(block, cfg, kv_heads, columns, cfg.vocab, dtype, kinds)
 
 
-def _slots_of(definition: BlockDef, layer: int | None, block: int = 0) -> Iterator[Slot]:
-    """Those of a layer, which is made of that block of a file, or of the ends."""
-    prefix, stored = ("", "") if layer is None else (f"blk.{layer}.", f"blk.{block}.")
+def _slots_of(definition: BlockDef, layer: int | None, stored: str = "") -> Iterator[Slot]:
+    """Those of a layer, whose tensors' names begin with `stored` in a file, or of the ends."""
+    prefix = "" if layer is None else f"blk.{layer}."
 
     def owner(path: str) -> str:
         """The parameter that an array belongs to: of a quantised one, what holds its parts."""
@@ -205,8 +205,8 @@ def _slots_of(definition: BlockDef, layer: int | None, block: int = 0) -> Iterat
 
 def slots(model: LocalModel) -> list[Slot]:
     """Every parameter of a whole model, in the order of its leaves, the ends last."""
-    each = model.cfg.block_layers
-    layers = [s for i, b in enumerate(model.blocks) for s in _slots_of(b, i, i // each)]
+    stored = model.cfg.stored
+    layers = [s for i, b in enumerate(model.blocks) for s in _slots_of(b, i, stored(i))]
     return layers + list(_slots_of(model.ends, None))
 
 
