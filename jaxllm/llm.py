@@ -19,7 +19,7 @@ from jaxllm.engine.build import PlannedModel, build_engine
 from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.engine.forward import empty_cache, pure_step
 from jaxllm.engine.fused import FusedEngine
-from jaxllm.engine.generate import Request, generate, prefill
+from jaxllm.engine.generate import Request, encode, generate, prefill
 from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import SamplingParams
 from jaxllm.engine.stopping import StopFilter
@@ -39,7 +39,8 @@ from jaxllm.text import StreamDecoder, Tokenizer, load_tokenizer
 from sharding import Mesh, Plan, ensure_devices
 from sharding.memory import memory_of
 
-Prompt = str | Sequence[int]
+Ids = Sequence[int]
+Prompt = str | Ids
 Devices = int | Sequence[Device] | None
 LOGIT_PLACES = 64  # positions that one head program takes when all are asked for
 
@@ -92,7 +93,9 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         self._idle = Lock()
         options = model.plan.options
-        self._rows = Rows(options.slots, max(options.page, options.ubatch), prefix_cache)
+        # What a row holds of a decoder is of no use to a prompt that the encoder reads.
+        keep = prefix_cache and not model.whole.cfg.encoder
+        self._rows = Rows(options.slots, max(options.page, options.ubatch), keep)
         self.engine: Engine = build_engine(model, source, progress, place)
         self._origin = session.Origin(model.whole.cfg, model.block, source.digest())
 
@@ -158,7 +161,8 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """A completion for every prompt, in their order. A prompt is text or token ids."""
+        """A completion for every prompt, in their order. A prompt is text or token ids; where the
+        model has an encoder that reads it, and the decoder begins with `config.start`."""
         many = cast(Sequence[Prompt], [prompts] if is_prompt(prompts) else prompts)
         params = sampling_params(params)
         requests = [self._request(i, p, params) for i, p in enumerate(many)]
@@ -213,24 +217,34 @@ class LLM:
             raise PromptError("the model has no tokenizer, so no chat; give token ids to generate")
         return self.tokenizer.encode_chat(messages)
 
-    def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
+    def logits(self, ids: Ids | Sequence[Ids], decoder_input_ids: Any = None) -> Any:
         """float32 [T, V]: row t is the logits after token t. A list of lists gives a list. Takes an
-        empty row or, where there is none, that of the sequence that finished longest ago."""
-        if not is_prompt(ids) and len(ids) > 0:
-            return [self.logits(each) for each in cast(Sequence[Sequence[int]], ids)]
-        return np.concatenate(list(self.logit_blocks(cast(Sequence[int], ids))))
+        empty row or, where there is none, that of the sequence that finished longest ago.
 
-    def logit_blocks(self, ids: Sequence[int], first: int = 0) -> Iterator[np.ndarray]:
+        The encoder of a model that has one reads `ids`, and rows are those of the decoder's tokens:
+        `decoder_input_ids`, a list for each of several prompts, or by default `config.start` alone.
+        """
+        if is_prompt(ids) or len(ids) == 0:
+            blocks = self.logit_blocks(cast(Ids, ids), decoder_input_ids=decoder_input_ids)
+            return np.concatenate(list(blocks))
+        many = [None] * len(ids) if decoder_input_ids is None else decoder_input_ids
+        if len(many) != len(ids):
+            raise PromptError(
+                f"there are {len(many)} lists of decoder_input_ids for {len(ids)} prompts; give "
+                "each its own"
+            )
+        return [self.logits(a, b) for a, b in zip(cast(Sequence[Ids], ids), many, strict=True)]
+
+    def logit_blocks(
+        self, ids: Ids, first: int = 0, decoder_input_ids: Ids | None = None
+    ) -> Iterator[np.ndarray]:
         """The rows of `logits` from token `first` on, float32 [n, V] at a time: those of a long
         text may take more memory than there is."""
-        prompt, ubatch = self._checked(ids), self.plan.options.ubatch
-        if not self.config.causal and len(prompt) > ubatch:
-            raise PromptError(
-                f"the prompt has {len(prompt)} tokens and {self.config.architecture} reads all in "
-                f"one step of at most {ubatch}; raise ubatch (-ub)"
-            )
-        before = 0
+        source, prompt = self._inputs(ids, decoder_input_ids)
+        before, ubatch = 0, self.plan.options.ubatch
         with self._engine_to_itself(), self._spare_row() as row:
+            if source:
+                encode(self.engine, row, source, ubatch)
             for hidden, used, size in prefill(self.engine, row, prompt, ubatch):
                 for at in places(size, used):
                     skip = max(0, first - before - int(at[0]))
@@ -274,6 +288,7 @@ class LLM:
     def save_session(self, path: str | PathLike[str]) -> None:
         """Write the sequence that finished last, its tokens and its cache, to a file for
         `load_session`, under this or any other plan of the model with the same cache types."""
+        self._check_no_encoder("a session")
         with self._engine_to_itself():
             latest = self._rows.latest()
             if latest is None:
@@ -304,6 +319,7 @@ class LLM:
     def load_session(self, path: str | PathLike[str]) -> list[int]:
         """Put the sequence of a file into a row, as if it had just finished there; returns its
         token ids. A prompt that begins with them goes on from it."""
+        self._check_no_encoder("a session")
         if not self._rows.keep:
             raise OptionError("a session needs prefix_cache=True to be of use; load the model so")
         found = session.load(path_of(path), self._origin, self.plan.options.ctx)
@@ -322,6 +338,7 @@ class LLM:
         and where one of its tokens is outside the vocabulary. The cache given is an empty one of
         its own. One device, fused engine.
         """
+        self._check_no_encoder("step_fn")
         engine = self.engine
         if not isinstance(engine, FusedEngine) or engine.mesh is not None:
             raise OptionError(
@@ -386,7 +403,33 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise OptionError("stop texts need a tokenizer, and the model has none")
         eog = self.tokenizer.eog if self.tokenizer else frozenset()
-        return Request(number, self._checked(prompt), params, eog)
+        source, own = self._inputs(prompt, None)
+        return Request(number, own, params, eog, source)
+
+    def _inputs(self, ids: Ids, decoder_input_ids: Ids | None) -> tuple[list[int], list[int]]:
+        """What the encoder reads, nothing where there is none, and what the decoder does."""
+        given, ubatch = self._checked(ids), self.plan.options.ubatch
+        if (self.config.encoder or not self.config.causal) and len(given) > ubatch:
+            raise PromptError(
+                f"the prompt has {len(given)} tokens and {self.config.architecture} reads all in "
+                f"one step of at most {ubatch}; raise ubatch (-ub)"
+            )
+        if self.config.encoder:
+            begun = [self.config.start] if decoder_input_ids is None else decoder_input_ids
+            return given, self._checked(begun)
+        if decoder_input_ids is not None:
+            raise OptionError(
+                f"{self.config.architecture} has no encoder; drop decoder_input_ids, and give all "
+                "tokens as ids"
+            )
+        return [], given
+
+    def _check_no_encoder(self, what: str) -> None:
+        if self.config.encoder:
+            raise OptionError(
+                f"{what} is of a decoder alone, and {self.config.architecture} has an encoder; use "
+                "generate, or logits with decoder_input_ids"
+            )
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         ids = token_ids(ids)
@@ -410,7 +453,8 @@ class LLM:
         self, request: Request, text: str, filtered: StopFilter, sent: list[int]
     ) -> Completion:
         decoded = len(request.token_ids) - 1
-        computed = len(request.prompt) - request.cached
+        read = len(request.source or request.prompt)
+        computed = read - request.cached
         labels = [d.label for d in self.plan.mesh.devices]
         now = self.engine.link_bytes()
         reason = "stop" if filtered.stopped else request.finish_reason
@@ -419,7 +463,7 @@ class LLM:
             text=text,
             token_ids=tuple(request.token_ids),
             finish_reason=reason,
-            prompt_tokens=len(request.prompt),
+            prompt_tokens=read,
             prompt_rate=computed / max(request.prompt_seconds, 1e-9),
             generation_rate=decoded / request.decode_seconds if decoded > 0 else 0.0,
             link_bytes={n: b - a for n, a, b in zip(labels, sent, now, strict=False)},

@@ -95,8 +95,14 @@ def perplexity(
 
     Raises:
         OptionError: for a chunk that does not fit, no whole chunk, and a base of another text.
-        ModelError: for a model without a causal mask, which sees what it would be asked for.
+        ModelError: for a model without a causal mask, which sees what it would be asked for, and
+            for one with an encoder.
     """
+    if llm.config.encoder:
+        raise ModelError(
+            f"{llm.config.architecture} has an encoder, and a text has no parts for it and for the "
+            "decoder; give a model without"
+        )
     if not llm.config.causal:
         raise ModelError(
             f"{llm.config.architecture} has no causal mask and sees the tokens that it would be "

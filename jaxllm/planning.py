@@ -145,12 +145,14 @@ def fit_config(
         arguments: those of `LLM` that a fit does not choose.
 
     Raises:
-        OptionError: for an argument that a fit chooses.
+        OptionError: for an argument that a fit chooses, and for a model with an encoder.
         FitError: when nothing fits.
     """
     for name in CHOSEN:
         if name in arguments:
             raise OptionError(f"{name} is what a fit chooses; drop it, or drop the fit")
+    if cfg.encoder:
+        raise OptionError(f"a fit does not count the encoder of {cfg.architecture}; drop the fit")
     keep = _kept(weights, stored)
     options, dtype = _options(cfg, mesh, arguments)
     if link_gbps is not None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxllm import LLM, LayerConfig, ModelConfig, Rope
-from jaxllm.engine.generate import prefill
+from jaxllm.engine.generate import encode, prefill
 
 PAGE = 16
 PLACES = ("device", "pinned", "pageable")
@@ -86,10 +86,12 @@ class Trace:
 
 
 def feed(llm: LLM, row: int, prompt: Sequence[int]) -> np.ndarray:
-    """Prefill one row; the logits [T, V] after each of its tokens."""
+    """Prefill one row; the logits [T, V] after each of its tokens. An encoder reads the same."""
     llm.forget()
-    rows = []
-    for hidden, used, size in prefill(llm.engine, row, prompt, llm.plan.options.ubatch):
+    rows, ubatch = [], llm.plan.options.ubatch
+    if llm.config.encoder:
+        encode(llm.engine, row, prompt, ubatch)
+    for hidden, used, size in prefill(llm.engine, row, prompt, ubatch):
         rows.append(llm.engine.logits(hidden, np.arange(size)[None], 0)[:used])
     return np.concatenate(rows)
 
@@ -124,7 +126,7 @@ def planned_bytes(llm: LLM, prompt: int, steps: int) -> np.ndarray:
     plan = llm.plan
     devices = range(len(plan.mesh))
     return np.asarray(
-        [[plan.link_bytes(d, prompt + i) for d in devices] for i in range(steps)], np.int64
+        [[plan.link_bytes(d, prompt + i, prompt) for d in devices] for i in range(steps)], np.int64
     )
 
 

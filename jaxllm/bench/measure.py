@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxllm.bench.tests import NotMeasured, Test, Tokens, keep_depth, run_test
+from jaxllm.errors import ModelError
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -43,7 +44,16 @@ def measure(
     peer: tuple[str, Side] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Found:
-    """Rates of all tests, by side; `tell` hears of every run (one more than the repetitions)."""
+    """Rates of all tests, by side; `tell` hears of every run (one more than the repetitions).
+
+    Raises:
+        ModelError: for a model with an encoder, of whose prompts a test says nothing.
+    """
+    if llm.config.encoder:
+        raise ModelError(
+            f"{llm.config.architecture} has an encoder, and tests are of a decoder's tokens; give "
+            "a model without"
+        )
     slots, depth = llm.plan.options.slots, max(test.depth for test in tests)
     tokens = Tokens(llm.config.vocab, slots, depth)
     found: Found = {(OWN, test): Measured() for test in tests}

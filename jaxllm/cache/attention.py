@@ -30,9 +30,8 @@ LOWEST = -1e30  # finite, so that exp(m - m) is 1 where nothing has been seen ye
 
 
 class Biases(NamedTuple):
-    """Of scores by distance: by_distance [N, K, G, W] of each from -(W // 2) to W // 2, those at the
-    ends also of what is further; positions [N, T] of the queries themselves, which may see later
-    ones."""
+    """Of scores: by_distance [N, K, G, W] of each distance from -(W // 2) to W // 2, at both ends
+    also of what is further; positions [N, T] of the queries themselves, who may see later keys."""
 
     by_distance: Array
     positions: Array

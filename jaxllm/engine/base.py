@@ -37,8 +37,8 @@ class Engine(ABC):
     at_work: int | None = None  # the device that a program was last given to, where that is known
 
     def encode(self, tokens: np.ndarray, row: int, used: int) -> None:
-        """Run a model's encoder over tokens int32 [1, T], those past the first `used` being padding.
-        The decoder's steps of the row attend to what it gives until the row is released."""
+        """Run a model's encoder over tokens int32 [1, T], those past the first `used` padding. The
+        decoder's steps of the row attend to what it gives until the row is released."""
         raise NotImplementedError
 
     @abstractmethod

@@ -54,24 +54,39 @@ def prefill(
 ) -> Iterator[tuple[Any, int, int]]:
     """Run a prompt through row `row`, which holds its first `start` positions; each chunk's hidden
     states, tokens and program size."""
-    tokens = np.asarray(ids, np.int32)
     for at, used, size in chunks(start, len(ids) - start, ubatch):
-        padded = np.zeros((1, size), np.int32)
-        padded[0, :used] = tokens[at : at + used]
+        padded = _padded(ids[at : at + used], size)
         with interrupts.kept():
             hidden = engine.forward(padded, row, np.asarray([at], np.int32), used)
             engine.settle(row, np.asarray([at + used]))
         yield hidden, used, size
 
 
+def encode(engine: Engine, row: int, ids: Sequence[int], ubatch: int) -> None:
+    """Run a prompt of at most `ubatch` tokens through the encoder, for the decoder's steps of row
+    `row`, which is empty."""
+    [(_, used, size)] = chunks(0, len(ids), ubatch)
+    with interrupts.kept():
+        engine.encode(_padded(ids, size), row, used)
+
+
+def _padded(ids: Sequence[int], size: int) -> np.ndarray:
+    """Tokens as a chunk's program takes them, int32 [1, size]."""
+    tokens = np.zeros((1, size), np.int32)
+    tokens[0, : len(ids)] = ids
+    return tokens
+
+
 @dataclass
 class Request:
-    """One completion in the making. Times are in seconds."""
+    """One completion in the making; `source` is what the encoder reads, where the model has one.
+    Times are in seconds."""
 
     index: int
     prompt: Sequence[int]
     params: SamplingParams
     eog: frozenset[int]
+    source: Sequence[int] = ()
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -164,6 +179,8 @@ def _start(
             engine.reuse(start.source, row, start.length)
         else:
             engine.release(row)
+        if request.source:
+            encode(engine, row, request.source, ubatch)
         *_, (hidden, used, _) = prefill(engine, row, request.prompt, ubatch, start.length)
         logits = engine.logits(hidden, np.asarray([[used - 1]]), request.params.top)
     count = len(request.prompt)

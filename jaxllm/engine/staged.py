@@ -151,9 +151,9 @@ class StagedEngine(Engine):
         features: Array | None = None,
         keep: bool = False,
     ) -> dict[int, Array]:
-        rows = len(tokens)
-        counts = (a[row : row + rows] for a in (self.floor, self.memory, self.memory_floor))
-        packed = pack_step(tokens, row, starts, *counts, used)
+        rows, own = len(tokens), slice(row, row + len(tokens))
+        memory, memory_floor = self.memory[own], self.memory_floor[own]
+        packed = pack_step(tokens, row, starts, self.floor[own], memory, memory_floor, used)
         self.ends.advance(row, starts, tokens.shape[1] if used is None else used)
         for stream in self.streams:
             stream.begin(row, rows, again=rows == self.plan.options.slots)

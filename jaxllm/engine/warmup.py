@@ -18,8 +18,12 @@ def warm_up(engine: Engine, plan: Plan, places: int) -> None:
     """
     options = plan.options
     steps = [(1, size) for size in chunk_sizes(options.ubatch)] + [(options.slots, 1)]
+    encodes = any(shape.role == "encoder" for shape in plan.model.layers)
     for rows, size in dict.fromkeys(steps):
         hidden = None
+        if encodes and size > 1:
+            with interrupts.kept():
+                engine.encode(np.zeros((1, size), np.int32), 0, size)
         for position in engine.rehearse(size):
             tokens, starts = np.zeros((rows, size), np.int32), np.full(rows, position, np.int32)
             with interrupts.kept():

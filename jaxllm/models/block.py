@@ -2,8 +2,8 @@
 
 A block says what precedes attention and what follows it; attention itself belongs to the cache.
 A layer that has no heads or no MLP is asked nothing about them; `recur` is for those with a state,
-`begin_recur` for those of them that are `summed` (`jaxllm.models.recurrent`). `remember` is all that
-a memory of an encoder is asked, and nobody else.
+`begin_recur` for those of them that are `summed` (`jaxllm.models.recurrent`). A memory of what an
+encoder gives is asked to `remember` it and nothing else.
 An engine calls, in this order, for every layer:
 
     heads   = block.project(x)
