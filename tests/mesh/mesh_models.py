@@ -19,6 +19,7 @@ from jaxllm.models.parts import (
     Latent,
     Norms,
     NormStyle,
+    Relative,
     Rope,
     Temperature,
 )
@@ -160,6 +161,17 @@ def _recurrent() -> ModelConfig:
     return model_config(layers)
 
 
+def _encoded() -> ModelConfig:
+    """Two blocks of an encoder before one of a decoder, whose self-attention has no MLP."""
+    plain = layer_config(8, 2, 16, mlp=211, rope=None, scale=0.25)
+    near = Relative("attn_rel_b.weight", 8, both_ways=True, furthest=24)
+    encoder = replace(plain, role="encoder", causal=False, relative=near)
+    own = replace(plain, mlp=0, norms=Norms(mlp=None), relative=replace(near, both_ways=False))
+    memory = replace(plain, mlp=0, norms=Norms("/enc.norm.weight", mlp=None), role="memory")
+    cross = replace(plain, role="cross", causal=False, owns_cache=False)
+    return model_config([encoder, encoder, own, memory, cross], block_layers=3)
+
+
 def blocks(size: int) -> ModelConfig:
     """In one of two layers each KV group attends to the three best blocks of so many keys."""
     layer = layer_config(8, 2, 16, mlp=211)
@@ -171,7 +183,7 @@ GROUPED = _mixture(groups=4, groups_used=2, scale=2.5, biases=True, shared_gate=
 WARMER = Temperature(every=8, scale=0.5, offset=1)
 EARLY = _mixture(scores="softmax", shared_suffix="", reads="norm")
 # The numpy pass of `naive` does not know these; unit/models/test_layers.py has their parts.
-SWITCHES = ("heads-normed", "biased", "shared", "recurrent", "blocks", "sparse")
+SWITCHES = ("heads-normed", "biased", "shared", "recurrent", "blocks", "sparse", "encoded")
 
 MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "llama": (DecoderBlock, small_model()),
@@ -186,6 +198,7 @@ MODELS: dict[str, tuple[type[Block], ModelConfig]] = {
     "recurrent": (DecoderBlock, _recurrent()),
     "blocks": (DecoderBlock, blocks(4)),
     "sparse": (DecoderBlock, _sparse()),
+    "encoded": (DecoderBlock, _encoded()),
     "sinks": (DecoderBlock, with_layers(_windows(24), sinks=True, out_factor=0.5)),
     "chunks": (DecoderBlock, with_layers(_windows(24), chunked=True, temperature=WARMER)),
     "latent": (DecoderBlock, _latent()),
