@@ -15,6 +15,7 @@ from jaxllm.text.bpe import BpeEncoder, byte_of_char
 from jaxllm.text.chat import render
 from jaxllm.text.guard import Guard
 from jaxllm.text.spm import SpmEncoder
+from jaxllm.text.unigram import UnigramEncoder
 from jaxllm.text.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocab, read_vocab
 
 _C_SPACES = " \t\n\v\f\r"
@@ -31,7 +32,10 @@ class Tokenizer:
         self.eog = vocab.eog
         self.add_bos = vocab.add_bos
         self.add_eos = vocab.add_eos
-        self._encoder = SpmEncoder(vocab) if vocab.kind == "llama" else BpeEncoder(vocab)
+        encoders = {"llama": SpmEncoder, "t5": UnigramEncoder}
+        self._encoder = encoders.get(vocab.kind, BpeEncoder)(vocab)
+        puts_space = vocab.add_space_prefix and not isinstance(self._encoder, UnigramEncoder)
+        self._prefix = " " if puts_space else ""
         self._parsed = [(vocab.texts[i], i) for i in vocab.special]
         self._plain = [(text, i) for text, i in self._parsed if not self._is_control(i)]
 
@@ -73,7 +77,7 @@ class Tokenizer:
                 ids.append(part)
                 after_special = True
                 continue
-            prefix = " " if self.vocab.add_space_prefix and after_special else ""
+            prefix = self._prefix if after_special else ""
             ids.extend(self._encoder.encode(prefix + part))
             after_special = False
         if add_special and self.add_eos and self.eos is not None:

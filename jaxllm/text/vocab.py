@@ -17,7 +17,13 @@ from jaxllm.text.pretokenizers import PreTokenizer, find_pretokenizer
 UNKNOWN, UNUSED, NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 2, 4, 8, 16, 32
 _ATTRIBUTE_OF_TYPE = np.array([0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE], np.uint8)
 # Default (bos, eos, unknown) of each tokenizer.ggml.model.
-_DEFAULT_IDS = {"llama": (1, 2, 0), "gpt2": (11, 11, None), "gemma4": (None, None, None)}
+_DEFAULT_IDS = {
+    "llama": (1, 2, 0),
+    "gpt2": (11, 11, None),
+    "gemma4": (None, None, None),
+    "t5": (None, 1, 2),
+}
+_PIECES = ("llama", "t5")  # kinds without pre-tokenizer and merges
 
 _END_OF_GENERATION = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -80,6 +86,8 @@ class Vocab:
     add_space_prefix: bool
     special: tuple[int, ...]
     strips_right: frozenset[int]
+    merges_spaces: bool  # of a unigram model: neighbouring ones are one, and none is at an end
+    charsmap: bytes  # how a unigram model normalises text; empty where it does not
 
     def byte_id(self, byte: int) -> int | None:
         """The token that stands for one raw byte, if there is one."""
@@ -97,7 +105,7 @@ def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
             f"tokenizer kind {kind!r} is not supported; known kinds are {', '.join(_DEFAULT_IDS)}."
         )
     pre = None
-    if kind != "llama":
+    if kind not in _PIECES:
         pre = find_pretokenizer("gemma4" if kind == "gemma4" else reader.get("pre", str, "default"))
     texts = reader.texts("tokens")
     if not texts:
@@ -117,7 +125,7 @@ def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
     special = [int(i) for i in np.flatnonzero(attributes & flags)]
     special.sort(key=lambda i: -len(texts[i].encode("utf-8", "surrogateescape")))
     add_bos = reader.get("add_bos_token", bool, kind == "llama" or bool(pre and pre.add_bos))
-    add_eos = reader.get("add_eos_token", bool, False)
+    add_eos = reader.get("add_eos_token", bool, kind == "t5")
     add_bos = add_bos or kind == "gemma4"
     for add, token, name in ((add_bos, bos, "bos"), (add_eos, eos, "eos")):
         if add and token is None:
@@ -132,7 +140,7 @@ def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
         ids=ids,
         attributes=attributes,
         scores=reader.scores(len(texts)),
-        merges=[] if kind == "llama" else reader.texts("merges"),
+        merges=[] if kind in _PIECES else reader.texts("merges"),
         bos=bos,
         eos=eos,
         unknown=unknown,
@@ -142,6 +150,8 @@ def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
         add_space_prefix=reader.get("add_space_prefix", bool, kind == "llama"),
         special=tuple(special),
         strips_right=_strips_right(metadata, ids, special),
+        merges_spaces=reader.get("remove_extra_whitespaces", bool, False),
+        charsmap=reader.get("precompiled_charsmap", np.ndarray, np.zeros(0, np.uint8)).tobytes(),
     )
 
 
