@@ -447,7 +447,8 @@ class LLM:
         return ids
 
     def _decoder(self) -> StreamDecoder | None:
-        return StreamDecoder(self.tokenizer) if self.tokenizer else None
+        whole = self.config.encoder > 0
+        return StreamDecoder(self.tokenizer, whole=whole) if self.tokenizer else None
 
     def _completion(
         self, request: Request, text: str, filtered: StopFilter, sent: list[int]

@@ -193,7 +193,7 @@ class Relative:
     source: str
     buckets: int
     both_ways: bool  # later keys have half of the buckets; else they have none
-    furthest: int = 128  # and beyond, one bucket
+    furthest: int  # all beyond are in one bucket with it
 
 
 class AttnNames(NamedTuple):

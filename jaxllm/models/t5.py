@@ -19,6 +19,7 @@ from jaxllm.models.family import Family, Tensors, read_layer, read_model
 from jaxllm.models.parts import AttnNames, Norms, Relative
 
 BIAS = "attn_rel_b.weight"
+FURTHEST = 128  # distance with a bucket of its own; in all sizes, and not in files
 OWN = AttnNames(out="attn_o")
 CROSS = AttnNames("cross_attn_q", "cross_attn_k", "cross_attn_v", "cross_attn_o")
 
@@ -58,6 +59,11 @@ def _side(meta: Metadata, tensors: Tensors, side: str, count: int) -> Sequence[L
     first = f"blk.0.{BIAS}"
     if first not in own:
         raise ModelError(f"{side}{first} is missing; the file does not hold a whole model")
+    buckets = int(own[first].shape[0])
+    if not 4 <= buckets <= FURTHEST:
+        raise ModelError(
+            f"{side}{first} has biases of {buckets} ranges of distances; expected 4 to {FURTHEST}"
+        )
     alone = Metadata({**meta.values, f"{meta.architecture}.block_count": count}, meta.architecture)
     gated = "blk.0.ffn_gate.weight" in own
     layers = read_layer(
@@ -74,8 +80,7 @@ def _side(meta: Metadata, tensors: Tensors, side: str, count: int) -> Sequence[L
         """With its own biases, or those of the first layer, which most models share."""
         mine = i > 0 and f"blk.{i}.{BIAS}" in own
         source = BIAS if mine else f"/{side}{first}"
-        buckets = int(own[first].shape[0])
-        return replace(layer, relative=Relative(source, buckets, both_ways=side == "enc."))
+        return replace(layer, relative=Relative(source, buckets, side == "enc.", FURTHEST))
 
     return [biased(i, layer) for i, layer in enumerate(layers)]
 

@@ -206,16 +206,23 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns a stream of ids into text without ever emitting part of a character."""
+    """Turns a stream of ids into text without ever emitting part of a character. With `whole` it is
+    not the rest of a text but one of its own: without the space that encoding put in front."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool = True, whole: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._drops_space = whole and tokenizer.vocab.add_space_prefix
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """The text that `token` completes, "" while a character is unfinished."""
-        return self._decoder.decode(self._tokenizer.piece(token, self._skip_special))
+        piece = self._tokenizer.piece(token, self._skip_special)
+        if self._drops_space and piece:
+            piece, self._drops_space = piece.removeprefix(b" "), False
+        return self._decoder.decode(piece)
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an unfinished character, else ""."""

@@ -1,9 +1,9 @@
 """SentencePiece's unigram model (Kudo 2018): the pieces whose scores have the largest sum.
 
 Text is normalised first, by a map of sequences of characters that a file brings along: the longest
-sequence that it knows is replaced, from left to right. llama.cpp's rules (UGM) decide the rest: where
-spaces go, how far an unknown character is below the least likely piece, and that unknown neighbours
-are one.
+sequence that it knows is replaced, from left to right. llama.cpp's rules (UGM) decide the rest:
+where spaces go, how far an unknown character is below the least likely piece, and that unknown
+neighbours are one.
 """
 
 from math import inf
@@ -63,12 +63,12 @@ class UnigramEncoder:
 
     def __init__(self, vocab: Vocab) -> None:
         if vocab.unknown is None:
-            raise TokenizerError("the vocabulary has no unknown token, which a unigram model needs.")
+            raise TokenizerError("the vocabulary lacks an unknown token; convert the model again.")
         self._vocab, self._unknown = vocab, vocab.unknown
         self._map = CharsMap(vocab.charsmap) if vocab.charsmap else None
         scores, kinds = vocab.scores.astype(float), vocab.attributes
-        normal = scores[(kinds & NORMAL) > 0]
-        self._unknown_score = float(normal.min(initial=0.0)) - _UNKNOWN_BELOW
+        normal = scores[(kinds & NORMAL) > 0].tolist()
+        self._unknown_score = min(normal, default=0.0) - _UNKNOWN_BELOW
         scores[(kinds & USER_DEFINED) > 0] = 0.0
         self._pieces: dict[str, tuple[int, float]] = {}
         self._longest: dict[str, int] = {}  # piece that begins with a character

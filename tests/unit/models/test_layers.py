@@ -12,7 +12,8 @@ from jaxllm import LayerConfig, Rope
 from jaxllm.errors import ModelError
 from jaxllm.models.heads import HeadNorms, alibi_slopes
 from jaxllm.models.layers import ACTIVATIONS, DenseMLP, HeadsOut, Norm, activation
-from jaxllm.models.parts import NormStyle, Yarn
+from jaxllm.models.parts import NormStyle, Relative, Yarn
+from jaxllm.models.relative import bucket
 from jaxllm.models.rope import RopeTable, yarn_scales
 from support import layer_config, small_model
 
@@ -107,6 +108,20 @@ def test_slopes():
     np.testing.assert_allclose(alibi_slopes(8, 8.0), 0.5 ** np.arange(1, 9))
     six = alibi_slopes(6, 8.0)  # four of four heads, then every other one of eight
     np.testing.assert_allclose(six, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
+
+
+@pytest.mark.parametrize(("buckets", "both_ways"), [(32, True), (32, False), (8, True), (8, False)])
+def test_buckets_of_distances(buckets: int, both_ways: bool):
+    """As in Mesh TensorFlow's T5, in float32."""
+    how = Relative("table", buckets, both_ways, furthest=128)
+    distance = np.arange(-200, 201)
+    count = buckets // 2 if both_ways else buckets
+    apart = np.abs(distance) if both_ways else np.maximum(distance, 0)
+    exact = count // 2
+    ratio = np.log(np.maximum(apart, 1).astype(np.float32) / exact) / np.log(128 / exact)
+    far = np.minimum(exact + (ratio.astype(np.float32) * (count - exact)).astype(int), count - 1)
+    expected = np.where(apart < exact, apart, far) + (both_ways * count) * (distance < 0)
+    assert [bucket(how, int(n)) for n in distance] == expected.tolist()
 
 
 def test_yarn():

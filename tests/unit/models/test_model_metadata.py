@@ -31,7 +31,7 @@ def configured(architecture: str, tensors: tuple[str, ...] = (), **keys: Any) ->
     given = SIZES | {key.replace("__", "."): value for key, value in keys.items()}
     meta = Metadata({f"{architecture}.{k}": v for k, v in given.items()}, architecture)
     names = ("token_embd.weight", *tensors)
-    there: Any = {name: SimpleNamespace(shape=(130, 256)) for name in names}
+    there: Any = {name: SimpleNamespace(shape=(128, 256)) for name in names}
     return family(architecture).configure(meta, there)
 
 
@@ -132,10 +132,31 @@ def test_glm_dsa_says_which_layers_choose_keys():
         follow(attention__indexer__types=[0] * 12)
 
 
+def test_t5_says_who_shares_biases_and_whether_the_mlp_is_gated():
+    first = tuple(f"{side}.blk.0.attn_rel_b.weight" for side in ("enc", "dec"))
+    more = "enc.blk.0.ffn_gate.weight", "dec.blk.1.attn_rel_b.weight", "output.weight"
+    keys = dict(block_count=2, decoder_block_count=3, decoder_start_token_id=7)
+    found = configured("t5", (*first, *more), **keys)
+    assert (found.start, found.encoder, found.logit_scale, found.tied) == (7, 2, 1.0, False)
+    names = [found.stored(i) for i in range(len(found.layers))]
+    assert names == [f"enc.blk.{i}." for i in (0, 1)] + [
+        f"dec.blk.{i}." for i in (0, 1, 2) for _ in ("own", "memory", "cross")
+    ]
+    biases = [layer.relative.source for layer in found.layers if layer.relative]
+    assert biases == [f"/{first[0]}"] * 2 + [f"/{first[1]}", more[1][10:], f"/{first[1]}"]
+    assert [(c.activation, c.mlp_gated) for c in found.layers[1::6]] == [
+        ("gelu", True),
+        ("relu", False),
+    ]
+    tied = configured("t5", first, block_count=2)
+    assert (tied.start, tied.logit_scale, len(tied.layers)) == (0, 1.0 / 16.0, 2 + 3 * 2)
+    with pytest.raises(ModelError, match=r"dec\.blk\.0\.attn_rel_b\.weight is missing"):
+        configured("t5", first[:1])
+
+
 @pytest.mark.parametrize(
     ("architecture", "hint"),
     [
-        ("t5", "an encoder before a decoder; use gemma3"),
         ("gemma4-assistant", "a draft in a file of its own; use gemma4 without a draft"),
         ("rwkv7", "the nearest that are: rwkv6"),
         ("zzz", "docs/architectures.md has those that are"),
