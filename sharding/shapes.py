@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from sharding.axes import Axis, axis
 from sharding.errors import PlanError
@@ -75,6 +75,10 @@ class LayerShape:
             _at_least(self, "window", 1)
         if self.cache_context not in ("main", "draft"):
             raise PlanError(f"cache_context is {self.cache_context!r}; it must be main or draft.")
+        if self.role not in get_args(Role):
+            raise PlanError(
+                f"role is {self.role!r}; it must be one of {', '.join(get_args(Role))}."
+            )
 
     @property
     def exchanges(self) -> int:
@@ -90,7 +94,8 @@ class LayerShape:
     def cache_kind(self) -> tuple[object, ...]:
         """What two layers must have in common to share a cache."""
         dims = self.k_dim, self.v_dim, self.k_only
-        return self.kv_heads, *dims, self.window, self.cache_context
+        crossed = self.role in ("memory", "cross")
+        return self.kv_heads, *dims, self.window, self.cache_context, crossed
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class FusedEngine(Engine):
     """See the module's docstring; `Engine` says what the methods mean.
 
     A row is parked as it is: its ring stays. `written` says up to which position each row's rings
-    was ever written, padding included; what lies a capacity below that is gone. `since` has the
+    were ever written, padding included; what lies a capacity below that is gone. `since` has the
     first position of rows that did not begin at zero, by row and window. `memory` has how many
     positions of an encoder each row's decoder attends to.
     """

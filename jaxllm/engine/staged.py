@@ -82,8 +82,8 @@ class StagedEngine(Engine):
             for i, d in enumerate(devices)
         ]
         self.roles = [cfg.role for cfg in models[0].cfg.layers]
-        decoding = models[0].cfg.of_step(encode=False)
-        read = [own if i in decoding else None for i, own in enumerate(self.owners)]
+        self.orders = {encode: models[0].cfg.of_step(encode) for encode in (False, True)}
+        read = [own if i in self.orders[False] else None for i, own in enumerate(self.owners)]
         self.streams = [PageStream(s, read, options.prefetch) for s in self.stores]
         for stream in self.streams:
             stream.peers = self.streams

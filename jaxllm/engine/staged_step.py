@@ -32,7 +32,7 @@ class StagedStep:
         encode: bool = False,
     ):
         self.engine, self.keep = engine, keep
-        self.order = engine.models[0].cfg.of_step(encode)
+        self.order = engine.orders[encode]
         self.following = dict(pairwise((None, *self.order, None)))  # layers of this step
         self.holders = () if encode else holders(engine.plan.vocab)
         self.earlier: dict[tuple[int, int], State] = {}  # by device and layer; see `take_back`

@@ -58,7 +58,7 @@ class LayerConfig:
     scale: float  # of the attention scores
     eps: float
     role: Role = "decoder"  # in a model with an encoder: see `sharding.LayerShape`
-    causal: bool = True  # False: every position sees the whole prompt, which is one step
+    causal: bool = True  # False: every position sees the whole prompt, one step, or a memory
     window: int | None = None  # position p sees keys k with p - k < window
     chunked: bool = False  # and none before the last multiple of it
     temperature: Temperature | None = None

@@ -161,6 +161,10 @@ def test_a_draft_layer_may_not_read_a_main_layers_cache():
         shape(ATTENTION, replace(DRAFT, owns_cache=False))
     with pytest.raises(PlanError, match="cache_context"):
         replace(ATTENTION, cache_context="other")
+    with pytest.raises(PlanError, match="role is 'other'"):
+        replace(ATTENTION, role="other")
+    with pytest.raises(PlanError, match="layer 1 owns no cache"):
+        shape(ATTENTION, replace(READER, role="cross"))
     assert shape(ATTENTION, DRAFT, READER).cache_owner(2) == 0
 
 
