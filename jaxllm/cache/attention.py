@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.cache.biases import Biases
 from jaxllm.cache.blocks import KeptBlocks
 from jaxllm.cache.sparse import Followed, Kept
 from jaxllm.models.config import LayerConfig
@@ -27,21 +28,6 @@ from jaxllm.models.parts import BlockIndexer
 TILE = 128  # queries of a chunk that are folded together over the chunk's own keys
 SMALLEST_SPAN = 512  # slots of a ring that one decode step folds at once
 LOWEST = -1e30  # finite, so that exp(m - m) is 1 where nothing has been seen yet
-
-
-class Biases(NamedTuple):
-    """Of scores: by_distance [N, K, G, W] of each distance from -(W // 2) to W // 2, at both ends
-    also of what is further; positions [N, T] of the queries themselves, who may see later keys."""
-
-    by_distance: Array
-    positions: Array
-
-    def of(self, keys: Array) -> Array:
-        """What is added to the scores of keys at positions [N, P]: [N, K, G, T, P]."""
-        most = self.by_distance.shape[-1] // 2
-        distance = self.positions[:, :, None] - keys[:, None, :]
-        at = jnp.clip(distance, -most, most) + most
-        return jax.vmap(lambda biases, at: biases[:, :, at])(self.by_distance, at)
 
 
 class Carry(NamedTuple):

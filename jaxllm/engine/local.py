@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 
 from jaxllm.cache.attention import (
-    Biases,
     Carry,
     Ring,
     finish,
@@ -22,6 +21,7 @@ from jaxllm.cache.attention import (
     start_carry,
     write_ring,
 )
+from jaxllm.cache.biases import Biases
 from jaxllm.cache.blocks import no_blocks
 from jaxllm.cache.sparse import Kept, no_followed, no_keys
 from jaxllm.cache.types import rotate
