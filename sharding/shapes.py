@@ -34,6 +34,7 @@ class LayerShape:
     `kept_keys` is how many keys of each KV group a query keeps that attends to those alone which
     `index_heads` choose, and `kept_blocks` how many blocks of `block_keys` keys where it chooses
     among blocks.
+    `biased` says that each score has a bias of its own, which takes as much as the scores do.
     `role` is "decoder" but in models with an encoder. That runs once over a prompt, which is one
     step: the cache of an "encoder" layer is of that step alone and has no pages. What it gives
     becomes keys and values of "memory" layers, the cache that a "cross" layer after it reads.
@@ -61,6 +62,7 @@ class LayerShape:
     index_heads: int = 0
     kept_blocks: int = 0
     block_keys: int = 1
+    biased: bool = False
     role: Role = "decoder"
 
     def __post_init__(self) -> None:

@@ -102,10 +102,10 @@ def compute_bytes(plan: Plan, device: int) -> int:
 
     Counted are, for the longest chunk or the whole batch: residuals and partials; queries and
     carries that a layer's programs hand on; projections and layouts of queries, keys and values;
-    scores of a block, before and after the exponential; what queries keep of the keys that they
-    choose; gate, up and their product; a mixture's rows by expert and the expert that is
-    multiplied; logits; the largest matrix that is unpacked. Not counted are weights that a backend
-    converts (XLA:CPU makes float32 of 16-bit ones) and rings that it copies.
+    scores of a block, before and after the exponential, and their biases; what queries keep of the
+    keys that they choose; gate, up and their product; a mixture's rows by expert and the expert
+    that is multiplied; logits; the largest matrix that is unpacked. Not counted are weights that a
+    backend converts (XLA:CPU makes float32 of 16-bit ones) and rings that it copies.
     """
     if device not in plan.used_devices:
         return 0
@@ -184,7 +184,7 @@ def _attention(plan: Plan, index: int, groups: int, tokens: int) -> tuple[int, i
     staged = plan.engine == "staged"
     # A chunk folds a ring in blocks of its own size (`jaxllm.cache.attention.ring_step`).
     block = options.page if staged else max(128, min(tokens, 512))
-    scores = 2 * tokens * heads * block * 4
+    scores = (3 if shape.biased else 2) * tokens * heads * block * 4
     kept, mixed = _choice(shape, groups, heads, block, options.itemsize)
     handed_on = queries + carry + tokens * kept
     if staged:

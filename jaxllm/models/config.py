@@ -327,6 +327,7 @@ class ModelConfig:
                     states=layer.columns.states,
                     state_bytes=0 if layer.recurrent is None else state_bytes(layer.recurrent),
                     state_work=0 if layer.recurrent is None else 4 * layer.recurrent.work,
+                    biased=layer.relative is not None,
                     role=layer.role,
                     **_kept(layer.indexer),
                     cache_context="main" if i < len(self.layers) - self.ahead else "draft",

@@ -12,11 +12,12 @@ from jaxllm.engine import fused, staged, staged_step
 from jaxllm.engine.stages import StageIn
 from jaxllm.llm import LOGIT_PLACES
 from jaxllm.models.experts import BLOCK_ROWS
-from jaxllm.models.parts import BlockIndexer, Experts, Indexer, Latent, Rope
+from jaxllm.models.parts import BlockIndexer, Experts, Indexer, Latent, Relative, Rope
 from jaxllm.testing import random_llm, small_config
 from sharding import sizes
 
 CTX, MIB = 1024, 1 << 20
+NEAR = Relative("attn_rel_b.weight", 32, both_ways=False, furthest=128)
 TURNED = Rope(10000.0, 16, "neighbours")
 CHOSEN = Indexer(heads=8, dim=32, top_k=256, rope=TURNED, bias=True)
 LATENT: dict[str, Any] = dict(
@@ -33,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts": dict(experts=Experts(8, 2), mlp=512, embed=512, k_dim=16),
     "many experts": dict(experts=Experts(32, 6), mlp=1024, embed=256, k_dim=16),
     "chosen keys": dict(k_dim=80 + CHOSEN.dim, indexer=CHOSEN, **LATENT),
+    "biased scores": dict(kv_heads=16, q_per_kv=1, k_dim=16, mlp=64, embed=64, relative=NEAR),
     "chosen blocks": dict(indexer=BlockIndexer(32, size=16, top=16, local=1, rope=None)),
 }
 CUTS: dict[str, dict[str, Any]] = {
