@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from jaxllm import hub, session
-from jaxllm.arguments import check_switch, is_prompt, path_of, sampling_params, token_ids
+from jaxllm.arguments import check_switch, is_prompt, path_of, sampling_params
 from jaxllm.engine.base import Engine
 from jaxllm.engine.build import PlannedModel, build_engine
 from jaxllm.engine.drafting import DraftingEngine
@@ -24,7 +24,7 @@ from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import SamplingParams
 from jaxllm.engine.stopping import StopFilter
 from jaxllm.engine.warmup import warm_up
-from jaxllm.errors import ModelError, OptionError, PromptError, SessionError
+from jaxllm.errors import OptionError, PromptError, SessionError
 from jaxllm.gguf.reader import open_gguf
 from jaxllm.models.block import Block
 from jaxllm.models.config import ModelConfig
@@ -33,14 +33,13 @@ from jaxllm.models.layers import Device
 from jaxllm.models.sources import GGUFSource, RandomSource
 from jaxllm.models.weights import Progress, Source
 from jaxllm.planning import check_names, plan_config, plan_gguf
+from jaxllm.prompts import Ids, Prompt, Prompts
 from jaxllm.results import Completion, Piece, StepFn
 from jaxllm.runtime import keep_compiled_programs
 from jaxllm.text import StreamDecoder, Tokenizer, load_tokenizer
 from sharding import Mesh, Plan, ensure_devices
 from sharding.memory import memory_of
 
-Ids = Sequence[int]
-Prompt = str | Ids
 Devices = int | Sequence[Device] | None
 LOGIT_PLACES = 64  # positions that one head program takes when all are asked for
 
@@ -165,7 +164,7 @@ class LLM:
         model has an encoder that reads it, and the decoder begins with `config.start`."""
         many = cast(Sequence[Prompt], [prompts] if is_prompt(prompts) else prompts)
         params = sampling_params(params)
-        requests = [self._request(i, p, params) for i, p in enumerate(many)]
+        requests = [self._prompts.request(i, p, params) for i, p in enumerate(many)]
         filters = [StopFilter(self._decoder(), params.stop) for _ in requests]
         texts = ["" for _ in requests]
         done: dict[int, Completion] = {}
@@ -184,7 +183,7 @@ class LLM:
         """Text as it comes, never part of a character nor of a stop text; the last piece has the
         finish reason and the whole `Completion`. Closing the iterator ends the request."""
         params = sampling_params(params)
-        request = self._request(0, prompt, params)
+        request = self._prompts.request(0, prompt, params)
         return self._pieces(request, StopFilter(self._decoder(), params.stop))
 
     def _pieces(self, request: Request, filtered: StopFilter) -> Iterator[Piece]:
@@ -240,7 +239,7 @@ class LLM:
     ) -> Iterator[np.ndarray]:
         """The rows of `logits` from token `first` on, float32 [n, V] at a time: those of a long
         text may take more memory than there is."""
-        source, prompt = self._inputs(ids, decoder_input_ids)
+        source, prompt = self._prompts.inputs(ids, decoder_input_ids)
         before, ubatch = 0, self.plan.options.ubatch
         with self._engine_to_itself(), self._spare_row() as row:
             if source:
@@ -256,7 +255,7 @@ class LLM:
     def draft_logits(self, ids: Sequence[int]) -> np.ndarray:
         """float32 [T, V]: row t is the draft's logits after token t, of the token at t + 2 where
         those of `logits` are of t + 1. For a model loaded with spec_type "draft-mtp"."""
-        prompt, engine, found = self._checked(ids), self._drafting(), []
+        prompt, engine, found = self._prompts.ids(ids), self._drafting(), []
         with self._engine_to_itself(), self._spare_row() as row:
             for hidden, used, size in prefill(engine, row, prompt, self.plan.options.ubatch):
                 for at in places(size, used):
@@ -288,7 +287,7 @@ class LLM:
     def save_session(self, path: str | PathLike[str]) -> None:
         """Write the sequence that finished last, its tokens and its cache, to a file for
         `load_session`, under this or any other plan of the model with the same cache types."""
-        self._check_no_encoder("a session")
+        self._prompts.check_no_encoder("a session")
         with self._engine_to_itself():
             latest = self._rows.latest()
             if latest is None:
@@ -319,7 +318,7 @@ class LLM:
     def load_session(self, path: str | PathLike[str]) -> list[int]:
         """Put the sequence of a file into a row, as if it had just finished there; returns its
         token ids. A prompt that begins with them goes on from it."""
-        self._check_no_encoder("a session")
+        self._prompts.check_no_encoder("a session")
         if not self._rows.keep:
             raise OptionError("a session needs prefix_cache=True to be of use; load the model so")
         found = session.load(path_of(path), self._origin, self.plan.options.ctx)
@@ -338,7 +337,7 @@ class LLM:
         and where one of its tokens is outside the vocabulary. The cache given is an empty one of
         its own. One device, fused engine.
         """
-        self._check_no_encoder("step_fn")
+        self._prompts.check_no_encoder("step_fn")
         engine = self.engine
         if not isinstance(engine, FusedEngine) or engine.mesh is not None:
             raise OptionError(
@@ -388,63 +387,9 @@ class LLM:
             if not (keep and done):
                 self.engine.release(row)
 
-    def _request(self, number: int, prompt: Prompt, params: SamplingParams) -> Request:
-        if not self.config.causal:
-            raise ModelError(
-                f"{self.config.architecture} generates by diffusion, which is not supported; use "
-                "llm.logits for those of a prompt"
-            )
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise PromptError("the model has no tokenizer; give the prompt as token ids")
-            if not prompt:
-                raise PromptError("the prompt is empty; give some text")
-            prompt = self.tokenizer.encode(prompt)
-        if params.stop and self.tokenizer is None:
-            raise OptionError("stop texts need a tokenizer, and the model has none")
-        eog = self.tokenizer.eog if self.tokenizer else frozenset()
-        source, own = self._inputs(prompt, None)
-        return Request(number, own, params, eog, source)
-
-    def _inputs(self, ids: Ids, decoder_input_ids: Ids | None) -> tuple[list[int], list[int]]:
-        """What the encoder reads, nothing where there is none, and what the decoder does."""
-        given, ubatch = self._checked(ids), self.plan.options.ubatch
-        if (self.config.encoder or not self.config.causal) and len(given) > ubatch:
-            raise PromptError(
-                f"the prompt has {len(given)} tokens and {self.config.architecture} reads all in "
-                f"one step of at most {ubatch}; raise ubatch (-ub)"
-            )
-        if self.config.encoder:
-            begun = [self.config.start] if decoder_input_ids is None else decoder_input_ids
-            return given, self._checked(begun)
-        if decoder_input_ids is not None:
-            raise OptionError(
-                f"{self.config.architecture} has no encoder; drop decoder_input_ids, and give all "
-                "tokens as ids"
-            )
-        return [], given
-
-    def _check_no_encoder(self, what: str) -> None:
-        if self.config.encoder:
-            raise OptionError(
-                f"{what} is of a decoder alone, and {self.config.architecture} has an encoder; use "
-                "generate, or logits with decoder_input_ids"
-            )
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        ids = token_ids(ids)
-        ctx, vocab = self.plan.options.ctx, self.config.vocab
-        if not ids:
-            raise PromptError("the prompt is empty; give at least one token")
-        if len(ids) > ctx:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens and the context {ctx}; raise ctx (-c) or "
-                "shorten the prompt"
-            )
-        wrong = next((i for i in ids if not 0 <= i < vocab), None)
-        if wrong is not None:
-            raise PromptError(f"token id {wrong} is outside the vocabulary of {vocab} tokens")
-        return ids
+    @property
+    def _prompts(self) -> Prompts:
+        return Prompts(self.config, self.tokenizer, self.plan.options)
 
     def _decoder(self) -> StreamDecoder | None:
         whole = self.config.encoder > 0
@@ -453,25 +398,9 @@ class LLM:
     def _completion(
         self, request: Request, text: str, filtered: StopFilter, sent: list[int]
     ) -> Completion:
-        decoded = len(request.token_ids) - 1
-        read = len(request.source or request.prompt)
-        computed = read - request.cached
         labels = [d.label for d in self.plan.mesh.devices]
-        now = self.engine.link_bytes()
-        reason = "stop" if filtered.stopped else request.finish_reason
-        assert reason is not None
-        return Completion(
-            text=text,
-            token_ids=tuple(request.token_ids),
-            finish_reason=reason,
-            prompt_tokens=read,
-            prompt_rate=computed / max(request.prompt_seconds, 1e-9),
-            generation_rate=decoded / request.decode_seconds if decoded > 0 else 0.0,
-            link_bytes={n: b - a for n, a, b in zip(labels, sent, now, strict=False)},
-            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
-            cached_tokens=request.cached,
-            accepted_tokens=request.accepted,
-        )
+        now = zip(labels, sent, self.engine.link_bytes(), strict=False)
+        return Completion.of(request, text, filtered.stopped, {n: b - a for n, a, b in now})
 
 
 def places(size: int, used: int) -> Iterator[np.ndarray]:

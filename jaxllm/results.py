@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxllm.engine.generate import FinishReason
+from jaxllm.engine.generate import FinishReason, Request
 from jaxllm.engine.sampling import Logprob
 
 
@@ -27,6 +27,27 @@ class Completion:
     logprobs: tuple[Logprob, ...] | None = None
     cached_tokens: int = 0
     accepted_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls, request: Request, text: str, stopped: bool, link_bytes: Mapping[str, int]
+    ) -> Completion:
+        """What has come of a request that is done; `stopped` by a stop text."""
+        decoded, read = len(request.token_ids) - 1, len(request.source or request.prompt)
+        reason = "stop" if stopped else request.finish_reason
+        assert reason is not None
+        return cls(
+            text=text,
+            token_ids=tuple(request.token_ids),
+            finish_reason=reason,
+            prompt_tokens=read,
+            prompt_rate=(read - request.cached) / max(request.prompt_seconds, 1e-9),
+            generation_rate=decoded / request.decode_seconds if decoded > 0 else 0.0,
+            link_bytes=link_bytes,
+            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
+            cached_tokens=request.cached,
+            accepted_tokens=request.accepted,
+        )
 
 
 @dataclass(frozen=True)

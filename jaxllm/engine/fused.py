@@ -7,12 +7,10 @@ nothing, so that padding changes no result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -20,15 +18,16 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxllm.cache.attention import decode_spans
 from jaxllm.cache.flash import flashes
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
-from jaxllm.engine.forward import Cache, Total, alone, empty_cache, forward
-from jaxllm.engine.local import (
-    State,
-    Step,
-    Top,
-    head_logits,
-    pack_step,
-    unpack_step,
+from jaxllm.engine.forward import Cache, empty_cache
+from jaxllm.engine.fused_step import (
+    AXIS,
+    features,
+    greedy_step,
+    head,
+    same_everywhere,
+    whole_step,
 )
+from jaxllm.engine.local import State, Top, pack_step
 from jaxllm.engine.rows import (
     LayerRow,
     copy_row,
@@ -40,132 +39,10 @@ from jaxllm.engine.rows import (
     take_row,
 )
 from jaxllm.engine.states import StateEnds, StateRow
-from jaxllm.models.block import BlockDef
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
-from jaxllm.runtime import DEVICE_LOOPS
 from sharding import Plan, ring_positions
 from sharding.splits import Ranges
-
-AXIS = "devices"
-
-
-def _per_device(mesh: JaxMesh | None, local: Callable, sharded: int, whole: int) -> Callable:
-    """`local` over every device of the mesh: its first `sharded` arguments and all its results
-    have a leading device axis, the `whole` last ones are the same everywhere."""
-    if mesh is None:
-        return local
-    split, same = PartitionSpec(AXIS), PartitionSpec()
-
-    def body(*args: object) -> object:
-        own = jax.tree.map(lambda a: a[0], args[:sharded])
-        return jax.tree.map(lambda a: a[None], local(*own, *args[sharded:]))
-
-    specs = (split,) * sharded + (same,) * whole
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
-
-
-def _same(mesh: JaxMesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def _together(x: Array) -> Array:
-    """The `Total` of several devices."""
-    return jax.lax.psum(x, AXIS)
-
-
-def _total(mesh: JaxMesh | None) -> Total:
-    return alone if mesh is None else _together
-
-
-_program = partial(jax.jit, donate_argnames=("cache",), compiler_options=DEVICE_LOOPS)
-
-
-@partial(_program, static_argnames=("model", "mesh", "span", "keep", "kernels", "encode"))
-def _forward(
-    leaves: Leaves,
-    cache: Cache,
-    packed: Array,
-    features: Array | None,
-    *,
-    model: LocalModel,
-    mesh: JaxMesh | None,
-    span: int | None,
-    keep: bool,
-    kernels: bool,
-    encode: bool = False,
-) -> tuple[Array, Cache, tuple[State, ...]]:
-    def local(
-        leaves: Leaves, cache: Cache, packed: Array, features: Array | None
-    ) -> tuple[Array, Cache, tuple[State, ...]]:
-        step, total = unpack_step(packed), _total(mesh)
-        return forward(model, leaves, cache, step, total, span, features, keep, kernels, encode)
-
-    return _per_device(mesh, local, 2, 2)(leaves, cache, packed, features)
-
-
-@partial(_program, static_argnames=("model", "mesh", "span", "kernels"))
-def _greedy(
-    leaves: Leaves,
-    cache: Cache,
-    tokens: Array,
-    places: Array,
-    *,
-    model: LocalModel,
-    mesh: JaxMesh | None,
-    span: int | None,
-    kernels: bool,
-) -> tuple[Array, Cache]:
-    """A step of one token a row, head included: the likeliest tokens [N], and the new cache. places
-    [2, N] are the rows' positions and how much memory each has."""
-
-    def local(leaves: Leaves, cache: Cache, tokens: Array, places: Array) -> tuple[Array, Cache]:
-        starts, memory = places
-        zeros = jnp.zeros_like(starts)
-        counts = (starts >= 0).astype(jnp.int32)
-        step = Step(tokens[:, None], zeros[0], starts, zeros, counts, memory, zeros)
-        x, cache, _ = forward(model, leaves, cache, step, _total(mesh), span, kernels=kernels)
-        at = zeros[:, None]
-        best = head_logits(model.ends.bind(leaves.ends), x, at, leaves.vocab, top=1)
-        assert isinstance(best, Top)
-        values, ids = best.values[:, 0, 0], best.ids[:, 0, 0]
-        if mesh is not None:  # the first of equal devices has the lower ids
-            values, ids = (jax.lax.all_gather(a, AXIS) for a in (values, ids))
-            ids = jnp.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]
-        return ids, cache
-
-    ids, cache = _per_device(mesh, local, 2, 2)(leaves, cache, tokens, places)
-    if mesh is not None:
-        ids = jax.lax.with_sharding_constraint(ids[0], _same(mesh))
-    return ids, cache
-
-
-@partial(jax.jit, static_argnames=("ends", "top", "mesh"))
-def _head(
-    leaves: tuple[Array, ...],
-    vocab: Array,
-    x: Array,
-    at: Array,
-    *,
-    ends: BlockDef,
-    top: int,
-    mesh: JaxMesh | None,
-) -> Array | Top:
-    def local(leaves: tuple[Array, ...], vocab: Array, x: Array, at: Array) -> Array | Top:
-        return head_logits(ends.bind(leaves), x, at, vocab, top)
-
-    return _per_device(mesh, local, 3, 1)(leaves, vocab, x, at)
-
-
-@partial(jax.jit, static_argnames=("ends", "mesh"))
-def _features(
-    leaves: tuple[Array, ...], x: Array, *, ends: BlockDef, mesh: JaxMesh | None
-) -> Array:
-    def local(leaves: tuple[Array, ...], x: Array) -> Array:
-        return ends.bind(leaves).features(x)
-
-    found = _per_device(mesh, local, 2, 0)(leaves, x)
-    return found if mesh is None else jax.lax.with_sharding_constraint(found[0], _same(mesh))
 
 
 class FusedEngine(Engine):
@@ -192,7 +69,7 @@ class FusedEngine(Engine):
         self.ends = StateEnds(plan.options.slots, bool(model.cfg.stateful))
         self.row_axis = 0 if self.mesh is None else 1
         first = where.devices.flat[0] if isinstance(where, JaxMesh) else where
-        self.same = SingleDeviceSharding(first) if self.mesh is None else _same(self.mesh)
+        self.same = SingleDeviceSharding(first) if self.mesh is None else same_everywhere(self.mesh)
         self.cache = self._empty_cache()
         on_cpu = first.platform == "cpu"
         # Virtual devices share the host's cores; a step in vain moves a state past its row's end.
@@ -227,7 +104,7 @@ class FusedEngine(Engine):
     @frees_on_failure
     def encode(self, tokens: np.ndarray, row: int, used: int) -> None:
         start = np.zeros(1, np.int32)
-        _, self.cache, _ = _forward(
+        _, self.cache, _ = whole_step(
             self.leaves,
             self.cache,
             pack_step(tokens, row, start, start, start, start, used),
@@ -265,7 +142,7 @@ class FusedEngine(Engine):
         span = self._write(0, starts, 1)
         if isinstance(tokens, np.ndarray):
             tokens = jax.device_put(tokens.astype(np.int32), self.same)
-        ids, self.cache = _greedy(
+        ids, self.cache = greedy_step(
             self.leaves,
             self.cache,
             tokens,
@@ -299,7 +176,7 @@ class FusedEngine(Engine):
         packed = pack_step(tokens, row, starts, zeros, memory, zeros, used)
         if features is not None:
             features = jax.device_put(features, self.same)
-        x, self.cache, self.earlier = _forward(
+        x, self.cache, self.earlier = whole_step(
             self.leaves,
             self.cache,
             packed,
@@ -324,7 +201,7 @@ class FusedEngine(Engine):
 
     @frees_on_failure
     def logits(self, hidden: Array, at: np.ndarray, top: int) -> Logits:
-        out = _head(
+        out = head(
             self.leaves.ends,
             self.leaves.vocab,
             hidden,
@@ -348,7 +225,7 @@ class FusedEngine(Engine):
 
     @frees_on_failure
     def features(self, hidden: Array) -> Array:
-        return _features(self.leaves.ends, hidden, ends=self.model.ends, mesh=self.mesh)
+        return features(self.leaves.ends, hidden, ends=self.model.ends, mesh=self.mesh)
 
     def release(self, row: int) -> None:
         self.written[row] = self.memory[row] = 0

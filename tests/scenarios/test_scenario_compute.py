@@ -75,7 +75,7 @@ class Measured:
             self._watch(staged_step, name)
         for name in ("head", "cut"):
             self._watch(staged, name)
-        for name in ("_forward", "_head"):
+        for name in ("whole_step", "head"):
             self._watch(fused, name)
 
     def _watch(self, module: Any, name: str) -> None:
@@ -93,7 +93,7 @@ class Measured:
             given = _made(args)
             if name == "attend":  # carry and queries
                 given = jax.tree.leaves(args[:2])
-            if name in ("head", "_head"):
+            if name == "head":
                 given = [args[2]]
             size += sum(x.addressable_shards[0].data.nbytes for x in given)
             for device in next(x for x in jax.tree.leaves(args) if hasattr(x, "devices")).devices():

@@ -131,7 +131,7 @@ def test_a_step_runs_out(engine: str, monkeypatch: pytest.MonkeyPatch):
     kept = random_ids(40, CFG.vocab, seed=1)
     (first,) = llm.generate([kept], GREEDY)
     before = _live()
-    module, name = (staged_step, "attend") if engine == "staged" else (fused, "_forward")
+    module, name = (staged_step, "attend") if engine == "staged" else (fused, "whole_step")
     right, calls = getattr(module, name), []
 
     def fails_later(*args: Any, **kw: Any) -> Any:

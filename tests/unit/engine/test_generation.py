@@ -426,7 +426,7 @@ def test_logits_of_lists(kind: str):
 
 def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pytest.MonkeyPatch):
     """It comes when the rings are given away and their successors are not yet kept."""
-    for kind, module, name in (("fused", fused, "_greedy"), ("host", staged_step, "stage")):
+    for kind, module, name in (("fused", fused, "greedy_step"), ("host", staged_step, "stage")):
         llm = _llm(kind)
         expected = llm.generate([random_ids(20)], greedy(5))[0].token_ids
         right, calls = getattr(module, name), iter(range(100))
@@ -448,7 +448,7 @@ def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pyte
 def test_running_ahead_changes_no_token(cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     """As on a GPU: steps begin before the last is read, and a ring is read at once. More requests
     than rows, of unlike lengths; one is drawn, one is penalised, one ends by its own token."""
-    right, spans, ran_ahead = fused._greedy, [], []
+    right, spans, ran_ahead = fused.greedy_step, [], []
 
     def watched(leaves: Any, cache: Any, tokens: jax.Array, *args: Any, **kw: Any) -> Any:
         spans.append(kw["span"])
@@ -457,7 +457,7 @@ def test_running_ahead_changes_no_token(cut: dict[str, Any], monkeypatch: pytest
         unread.append(ids)
         return ids, cache
 
-    monkeypatch.setattr(fused, "_greedy", watched)
+    monkeypatch.setattr(fused, "greedy_step", watched)
     unread: list[jax.Array] = []
     prompts = [random_ids(n, seed=n) for n in (5, 19, 30, 11, 7, 23)]
     params: list[SamplingParams] = [greedy(12), greedy(1), greedy(9), greedy(40)]

@@ -223,7 +223,7 @@ def test_an_error_leaves_rows_that_are_certain(kind: str, monkeypatch: pytest.Mo
 def test_a_closed_stream_is_kept(kind: str):
     llm, prompt = _llm(kind), random_ids(40)
     llm.forget()
-    running = llm._run([llm._request(0, prompt, PARAMS)])
+    running = llm._run([llm._prompts.request(0, prompt, PARAMS)])
     next(running), next(running)
     running.close()  # type: ignore[attr-defined]
     assert check_again(llm, prompt) == 32
