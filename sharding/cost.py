@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 
 from sharding.errors import PlanError
 from sharding.mesh import DeviceInfo, Mesh
+from sharding.options import PlanOptions
 from sharding.plan import Plan
 from sharding.rings import live_pages, position_bytes
-from sharding.shapes import TensorShape
+from sharding.shapes import ModelShape, TensorShape
 
 Floats = NDArray[np.float64]
 
@@ -164,10 +165,9 @@ class CostModel:
             elif split is not None:
                 self._tables[matrix] = self._tables.get(matrix, 0.0) + both
             return
-        if "expert" in tensor.axes and "mlp" in tensor.axes:
-            into = self._experts
-        else:
-            into = self._mlp if "mlp" in tensor.axes else self._attn
+        into = self._attn
+        if split is not None and split.follows == "weight":
+            into = self._experts if "expert" in tensor.axes else self._mlp
         into.bytes[tensor.layer] += both[0]
         into.values[tensor.layer] += both[1]
 
@@ -196,19 +196,12 @@ class CostModel:
         MLPs, and by device of the head; a recurrent state is read and written once a step. `seen`
         is the mean of a token's earlier positions."""
         plan = self.plan
-        read, score, used = [], [], []
-        for shape in plan.model.layers:
-            live = seen if shape.window is None else min(seen, shape.window)
-            read.append(rows * live * position_bytes(shape, plan.options))
-            score.append(2 * tokens * live * shape.q_per_kv * (shape.k_dim + shape.v_dim))
-            used.append(shape.experts_used / shape.experts if shape.experts else 0.0)
+        cache, scores, states = attention_work(plan.model, plan.options, tokens, rows, seen)
         repeat = np.array([layer.replication for layer in plan.layers], float)
-        states = np.array([2.0 * rows * shape.state_bytes for shape in plan.model.layers])
-        cache = np.array(read)[:, None] * self._groups + states[:, None] * self._states
-        scores = (np.array(score) / repeat)[:, None] * self._groups
-        attn = self._attn.bytes + cache, 2 * tokens * self._attn.values + scores
-        part = np.array(used)[:, None]
-        touched = 1 - (1 - part) ** tokens  # experts that any of the tokens is sent to, expected
+        read = cache[:, None] * self._groups + states[:, None] * self._states
+        scored = (scores / repeat)[:, None] * self._groups
+        attn = self._attn.bytes + read, 2 * tokens * self._attn.values + scored
+        touched, part = (each[:, None] for each in experts_work(plan.model, tokens))
         mlp = (
             self._mlp.bytes + touched * self._experts.bytes,
             2 * tokens * (self._mlp.values + part * self._experts.values),
@@ -263,6 +256,28 @@ def _counts(plan: Plan, ranges: tuple[tuple[int, int], ...]) -> Floats:
     """Units a device, padding of the fused engine included."""
     counts = np.array([stop - start for start, stop in ranges], float)
     return np.full_like(counts, counts.max()) if plan.padded else counts
+
+
+def attention_work(
+    model: ModelShape, options: PlanOptions, tokens: int, rows: int, seen: float
+) -> tuple[Floats, Floats, Floats]:
+    """Of every layer: bytes read of the cache of a KV group, operations of its scores, and bytes of
+    a group of recurrent states, which is read and written once."""
+    cache, scores, states = [], [], []
+    for shape in model.layers:
+        live = seen if shape.window is None else min(seen, shape.window)
+        cache.append(rows * live * position_bytes(shape, options))
+        scores.append(2 * tokens * live * shape.q_per_kv * (shape.k_dim + shape.v_dim))
+        states.append(2 * rows * shape.state_bytes)
+    return np.array(cache, float), np.array(scores, float), np.array(states, float)
+
+
+def experts_work(model: ModelShape, tokens: int) -> tuple[Floats, Floats]:
+    """Of every layer: the part of its experts that any of the tokens is sent to, expected, and the
+    part that each is."""
+    used = [s.experts_used / s.experts if s.experts else 0.0 for s in model.layers]
+    part = np.array(used, float)
+    return 1 - (1 - part) ** tokens, part
 
 
 def values_of(tensor: TensorShape, counted: set[str]) -> tuple[str, float]:

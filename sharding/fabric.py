@@ -47,8 +47,11 @@ class Fabric:
 
     def hosts(self, devices: Sequence[int]) -> int:
         """How many hosts the devices are in."""
-        per_host = self.devices_per_host
-        return 1 if per_host is None else len({i // int(per_host) for i in devices})
+        return len({self.host(i) for i in devices})
+
+    def host(self, device: int) -> int:
+        """Which host a device is in."""
+        return 0 if self.devices_per_host is None else device // int(self.devices_per_host)
 
     def copy_seconds(self, devices: Sequence[int], size: float) -> float:
         """Of one copy between two of the devices, over the slowest wire among them."""

@@ -1,74 +1,74 @@
-"""Giving out KV groups and MLP blocks: a dynamic program over devices, groups and devices used.
+"""Giving out units to devices: a dynamic program over devices and the sums of what they have.
 
-Of each device it is known how many blocks it can take beside each number of groups. All can be
-given out exactly when the most blocks that n devices can take, over all ways to give each a number
-of groups that sum to the model's, are the model's at least. Many such questions, one a box, are
-answered together.
+Each device takes one of O options, or no part. Every option adds to D sums and is worth something,
+to each device its own, or minus infinity where the device cannot take it. Many such questions, one
+a box, are answered together.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from sharding.fit_tables import Floats
 
 
-def distribute(
-    taken: Floats, n: int, blocks: int, workers: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """In which boxes exactly n devices can take all, [N], and their groups and blocks, [boxes that
-    can, R]; `taken` [N, R, K + 1] is how many blocks a device can take beside each number of
-    groups, `workers` [N] how many devices may have any groups."""
-    count, devices, size = taken.shape
-    up = np.arange(size) > 0 if workers is not None else np.zeros(size, bool)  # counted among them
-    most = 0 if workers is None else int(min(n, size - 1, workers.max()))
-    total = np.full((count, n + 1, most + 1, size), -np.inf)
-    total[:, 0, 0, 0] = 0.0
-    steps = [total]
-    for d in range(devices):
-        first, last = max(0, n - devices + d), min(d, n - 1) + 1  # used before, if n can be reached
-        before = np.full((count, last - first, most + 1, 2 * size - 1), -np.inf)
-        before[..., size - 1 :] = total[:, first:last]
-        led = sliding_window_view(before, size, axis=-1)[..., ::-1]  # [..., k, a]: of k - a groups
-        own = taken[:, d, None, None, None]
-        total = total.copy()  # the device takes no part
-        into = total[:, first + 1 : last + 1]
-        able = (taken[:, d] >= 0).any(0)
-        for some, m in ((~up & able, 0), (up & able, 1)):
-            if some.any():
-                other = (led[:, :, : most + 1 - m, :, some] + own[..., some]).max(-1)
-                np.maximum(into[:, :, m:], other, out=into[:, :, m:])
-        steps.append(total)
-    ends = total[:, n, :, size - 1]  # [N, most + 1]
-    if workers is not None:
-        ends = np.where(np.arange(most + 1) <= workers[:, None], ends, -np.inf)
-    found = ends.max(1) >= blocks
-    rows = np.flatnonzero(found)
-    groups, own = np.zeros((2, len(rows), devices), int)
-    m, k, used = ends[rows].argmax(1), np.full(len(rows), size - 1), np.full(len(rows), n)
-    each, a = np.arange(len(rows)), np.arange(size)
-    for d in reversed(range(devices)):
-        now, before = steps[d + 1][rows, used, m, k], steps[d]
-        left_m, left_k = m[:, None] - up, k[:, None] - a
-        led = before[rows[:, None], used[:, None] - 1, left_m, left_k] + taken[rows, d]
-        led = (led == now[:, None]) & (left_k >= 0) & (left_m >= 0)
-        takes = before[rows, used, m, k] != now  # else the device takes no part
-        chosen = np.where(takes, led.argmax(1), 0)
-        groups[:, d], own[:, d] = chosen, np.where(takes, taken[rows, d, chosen], 0)
-        used, m, k = used - takes, m - up[chosen], left_k[each, chosen]
-    return found, groups, _in_proportion(np.where(groups, 0, own > 0), own, blocks)
+class Sums:
+    """All sums up to `most` [D], and which of them an option leads from; `adds` [O, D] is what it
+    adds, one device to the first sum."""
+
+    def __init__(self, adds: np.ndarray, most: np.ndarray):
+        self._sizes = tuple(int(n) + 1 for n in most)
+        self.states = np.indices(self._sizes).reshape(len(self._sizes), -1).T  # [S, D]
+        left = self.states[:, None] - adds
+        index = np.ravel_multi_index(tuple(np.maximum(left, 0).transpose(2, 0, 1)), self._sizes)
+        self._before = np.where((left >= 0).all(2), index, len(self.states))  # S: none, [S, O]
+
+    def best(
+        self, worth: Floats, ends: np.ndarray, least: Floats
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """In which boxes sums that may be `ends` [N, S] are worth `least` [N] at least, [N], and
+        the options that are worth most, -1 for no part, [boxes in which they are, R]; `worth` is
+        [N, R, O]."""
+        count, devices, _ = worth.shape
+        n, size = self._sizes[0] - 1, len(self.states) // self._sizes[0]
+        total = np.full((count, len(self.states) + 1), -np.inf)
+        total[:, 0] = 0.0
+        steps = [total]
+        for d in range(devices):
+            # Used before: not more than there are, and so many that n can be reached.
+            first, last = max(0, n - devices + d), min(d, n - 1) + 1
+            rows = slice((first + 1) * size, (last + 1) * size)
+            able = np.flatnonzero((worth[:, d] > -np.inf).any(0))
+            total = total.copy()  # the device takes no part
+            if len(able):
+                led = total.take(self._before[rows][:, able], axis=1)
+                led += worth[:, d][:, able][:, None]
+                np.maximum(total[:, rows], led.max(-1), out=total[:, rows])
+            steps.append(total)
+        last_total = np.where(ends, total[:, :-1], -np.inf)
+        found = last_total.max(1) >= least
+        rows = np.flatnonzero(found)
+        at, chosen = last_total[rows].argmax(1), np.full((len(rows), devices), -1)
+        for d in reversed(range(devices)):
+            now, before = steps[d + 1][rows, at], steps[d]
+            led = before[rows[:, None], self._before[at]] + worth[rows, d]
+            takes = before[rows, at] != now
+            option = (led == now[:, None]).argmax(1)
+            chosen[:, d] = np.where(takes, option, -1)
+            at = np.where(takes, self._before[at, option], at)
+        return found, chosen
 
 
-def _in_proportion(least: np.ndarray, most: np.ndarray, blocks: int) -> np.ndarray:
-    """The blocks in proportion to what each device can take, [N, R], each as far from its bound;
-    `least` of them to everyone while there are any."""
-    counts = least * (least.cumsum(1) <= blocks)
-    rest, room = blocks - counts.sum(1, keepdims=True), most - counts
+def in_proportion(least: np.ndarray, most: np.ndarray, total: np.ndarray | int) -> np.ndarray:
+    """So many units, [N] or the same everywhere, between bounds [N, R], in proportion to what each
+    device can take, each as far from its bound; where all of `least` are more, not all of them."""
+    total = np.broadcast_to(np.asarray(total), len(least))[:, None]
+    counts = np.clip(total - (least.cumsum(1) - least), 0, least)
+    rest, room = total - counts.sum(1, keepdims=True), most - counts
     counts = counts + room * rest // np.maximum(room.sum(1, keepdims=True), 1)
     order = np.argsort(counts - most, axis=1, kind="stable")
     room = np.take_along_axis(most - counts, order, axis=1)
-    rest = (blocks - counts.sum(1))[:, None] - (room.cumsum(1) - room)  # for each, in this order
+    rest = (total - counts.sum(1, keepdims=True)) - (room.cumsum(1) - room)  # in this order
     more = np.zeros_like(counts)
     np.put_along_axis(more, order, np.clip(rest, 0, room), axis=1)
     return counts + more

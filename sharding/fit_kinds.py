@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sharding.cost import CostModel
 from sharding.fit_layers import LayerCuts
 from sharding.fit_tables import Cut, Probe, Tables, Workload
-from sharding.fit_tensor import TensorCuts
+from sharding.fit_tensor import Answer, TensorCuts, TensorParts
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions, SplitMode
 from sharding.plan import make_plan
@@ -92,14 +92,13 @@ class KindCuts:
         limit: float,
         resident: bool = False,
         most: int | None = None,
-    ) -> Cut | None:
-        """A cut whose request takes no more seconds than `limit`; None where there is none.
-        `resident`: all of the cache stays on the devices; `most`: of layers, on so many devices at
-        most."""
+    ) -> Answer:
+        """A cut whose request takes no more seconds than `limit`. `resident`: all of the cache
+        stays on the devices; `most`: of layers, on so many devices at most."""
         if kind.mode == "tensor":
             if self._even is not None and kind.n == len(self._sized.mesh):
                 if self._even.seconds <= limit:
-                    return self._even
+                    return Answer(self._even)
             return self._over(kind.n).within(limit, resident)
         if kind == SPARE_LAYERS:
             found = self._layers.least_on_host()
@@ -110,14 +109,18 @@ class KindCuts:
             cuts = self._layers.alone(kind.n)
         cuts = [c for c in cuts if c.seconds <= limit and (c.resident or not resident)]
         if kind == LAYERS and not cuts:
-            return self._layers.within(limit, resident, most)
-        return min(cuts, key=lambda cut: cut.seconds, default=None)
+            return Answer(self._layers.within(limit, resident, most))
+        return Answer(min(cuts, key=lambda cut: cut.seconds, default=None))
 
     def _over(self, n: int) -> TensorCuts:
         if n not in self._tensor:
             boxes = None if self._twin is None else self._twin._over(n).boxes
-            self._tensor[n] = TensorCuts(self._tables[self._sized.sliced], n, boxes)
+            self._tensor[n] = TensorCuts(self._parts, n, boxes)
         return self._tensor[n]
+
+    @cached_property
+    def _parts(self) -> TensorParts:
+        return TensorParts(self._tables[self._sized.sliced])
 
     @cached_property
     def _layers(self) -> LayerCuts:

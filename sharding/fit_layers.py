@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sharding.fit_memory import Slices
-from sharding.fit_tables import Cut, Floats, Stage, Tables
+from sharding.fit_cache import Cache
+from sharding.fit_tables import FOLLOWED, Cut, Floats, Stage, Tables
 
 CLOSE = 4e-6  # a cut keeps a limit to this part
 SLACK = 1 + 1e-9  # of comparisons of seconds
@@ -32,13 +32,13 @@ class _Spans:
     def __init__(self, tables: Tables, device: int):
         t = self._tables = tables
         self._device = device
-        layers = len(t.ring)
+        layers = len(t.fixed)
         self._last = np.zeros((layers + 1, layers + 1))
         self._last[:layers, layers] = 1.0
         ends = np.add.outer(np.zeros(layers + 1), np.arange(layers + 1))
         self._some = ends > np.arange(layers + 1)[:, None]
         self._memory()
-        turns, links = zip(*(self._times(stage) for stage in t.stages), strict=True)
+        turns, links = zip(*(self._times(s) for s in (0, 1)), strict=True)
         self.turns, self.links = np.array(turns), np.array(links)  # [2, L + 1, L + 1], seconds
 
     def _sum(self, values: Floats) -> Floats:
@@ -55,34 +55,36 @@ class _Spans:
     def _memory(self) -> None:
         t = self._tables
         outside = (t.vocab + t.outside) * self._last
-        mlp = t.dense + t.fixed + 2 * t.handed_on
-        widest = np.maximum(self._most(np.maximum(t.attention, mlp)), t.logits * self._last)
+        attention, states, mlp, beside = (t.compute[name] for name in FOLLOWED)
+        mlp = mlp + beside + t.fixed + 2 * t.handed_on
+        widest = np.maximum(self._most(np.maximum(attention + states, mlp)), t.logits * self._last)
         matrices = self._most(np.maximum.reduce(list(t.unpacked.values())))
         widest += np.maximum(matrices, t.unpacked_vocab * self._last)
-        needed = self._sum(t.weights + t.ring) + outside + 4 * t.residual + widest
+        layers = t.weights + sum(t.ring.values())
+        needed = self._sum(layers) + outside + 4 * t.residual + widest
         room = t.cap[self._device] - needed
-        pages, group = self._sum(t.pages), self._most(t.group)
-        self._copies = t.copies * group
+        counts = [self._sum(own) for own in t.of_kind]
+        self._cache = Cache(t.pages, counts, [np.ones(())] * len(counts))
+        pages, group = self._cache.bytes, t.copies * self._cache.group
         self.resident = self._some & (room >= pages)
-        self.fits = self._some & (self.resident | (room >= self._copies))
-        self._kept = np.where(self.resident, pages, np.clip(room - self._copies, 0, pages))
-        self._count, self._pages = self._sum((t.pages > 0).astype(float)), pages
-        self._group = group * t.options.slots
-        self.on_host = np.where(self.fits, pages - self._kept, np.inf)
+        self.fits = self._some & (self.resident | (room >= group))
+        kept = np.where(self.resident, pages, np.clip(room - group, 0, pages))
+        self._sent, staged = self._cache.streamed(kept)
+        self._staged = t.copies * staged
+        self.on_host = np.where(self.fits, pages - kept, np.inf)
 
     def compute(self, stage: Stage) -> Floats:
         """Seconds of computing."""
         d = self._device
         return self._sum(stage.attn[:, d] + stage.mlp[:, d]) + stage.head[d] * self._last
 
-    def _times(self, stage: Stage) -> tuple[Floats, Floats]:
-        """Seconds of the turn and of the link."""
+    def _times(self, s: int) -> tuple[Floats, Floats]:
+        """Seconds of the turn and of the link in a step of a kind."""
         rate = self._tables.link[self._device]
-        compute = self.compute(stage)
-        cache = Slices.of(self._count, self._pages, self._sum(stage.live), self._group)
-        sent = np.where(self.resident, 0.0, cache.streamed(self._kept))
+        compute = self.compute(self._tables.stages[s])
+        sent = np.where(self.resident, 0.0, self._sent[s] if self._sent else 0.0)
         if rate > 0:
-            link, room = sent / rate, self._copies / rate
+            link, room = sent / rate, self._staged / rate
         else:
             link, room = np.where(sent > 0, np.inf, 0.0), np.zeros_like(sent)
         turn = np.maximum(compute, link - np.minimum(room, link))
@@ -138,7 +140,7 @@ class LayerCuts:
         any number where the host thread is never the slowest, else every number by itself, since
         its time follows from that."""
         free, numbers = np.full(2, np.inf), range(1, most + 1)
-        starts = [[self._t.dispatch(s, n, 1, 1) for s in self._t.stages] for n in numbers]
+        starts = [[self._t.dispatch(s, n) for s in self._t.stages] for n in numbers]
         for spans in [numbers, *(range(n, n + 1) for n in reversed(numbers))]:
             found = [self._shortest(kind, free, resident, spans) for kind in (CHUNK, STEP)]
             sums = np.array([np.inf if each is None else each[0] for each in found])
@@ -258,7 +260,7 @@ class LayerCuts:
         for d, (i, j) in spans:
             counts[d], links[:, d] = j - i, self._links[d, :, i, j]
         resident = all(self._resident[d, i, j] for d, (i, j) in spans)
-        starts = np.array([t.dispatch(stage, len(spans), 1, 1) for stage in t.stages])
+        starts = np.array([t.dispatch(stage, len(spans)) for stage in t.stages])
         words = "computing" if len(spans) == 1 else "devices compute one after another"
         return t.cut((tuple(counts), (), resident), self._sums(stops), links, starts, words)
 

@@ -1,129 +1,129 @@
-"""What fits on a device: a cache as a budget spends it, and MLP blocks beside it."""
+"""What fits on a device where every layer is cut: MLP blocks beside groups.
+
+Devices have groups [U, ...] and blocks [U, ...] of every total, and take part in sets of layers
+[sets, ...]; see `sharding.fit_units`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
 
 import numpy as np
 
-from sharding.fit_tables import Floats, Stage, Tables
+from sharding.fit_cache import Cache
+from sharding.fit_tables import FOLLOWED, Floats, Tables
+from sharding.fit_units import Ints, Options
 
 MOST_SECONDS = 1e6  # of a step; a link may take any
-
-
-@dataclass(frozen=True)
-class Slices:
-    """The cache of some layers on some device as a budget spends it: whole slices, one a layer,
-    then part of one in whole groups of pages from its beginning. Bytes; arrays of one shape.
-
-    Attributes:
-        count: slices.
-        size: of a slice.
-        live: of a slice's pages that a step reads.
-        group: of a group of pages.
-    """
-
-    count: Floats
-    size: Floats
-    live: Floats
-    group: Floats
-
-    @classmethod
-    def of(cls, count: Floats, pages: Floats, live: Floats, group: Floats) -> Slices:
-        """Of so many layers with these bytes in all."""
-        each = np.maximum(count, 1.0)
-        return cls(each, np.maximum(pages / each, 1.0), live / each, np.maximum(group, 1.0))
-
-    def at(self, index: np.ndarray) -> Slices:
-        """Those at some places."""
-        return Slices(*(each[index] for each in (self.count, self.size, self.live, self.group)))
-
-    def streamed(self, kept: Floats) -> Floats:
-        """Bytes that a step streams while so many stay."""
-        whole = np.minimum(np.floor(kept / self.size + 1e-9), self.count)
-        part = np.floor((kept - whole * self.size) / self.group + 1e-9) * self.group
-        return (self.count - whole) * self.live - np.where(
-            whole < self.count, np.minimum(self.live, np.maximum(part, 0.0)), 0.0
-        )
-
-    def kept_for(self, streamed: Floats) -> Floats:
-        """The fewest bytes that must stay so that a step streams no more than so many."""
-        live = np.maximum(self.live, 1e-9)
-        whole = np.maximum(self.count - np.floor(streamed / live + 1e-9) - 1, 0.0)
-        rest = np.maximum((self.count - whole) * self.live - streamed, 0.0)
-        part = np.ceil(rest / self.group - 1e-9) * self.group
-        return whole * self.size + np.minimum(part, self.size)
+MIXERS, MLPS = FOLLOWED[:2], FOLLOWED[2:]
 
 
 class TensorMemory:
-    """How many MLP blocks fit on each device beside a number of KV groups, when `n` devices take
-    part; K groups and `blocks` blocks are to be given out."""
+    """Of one set of tables, for devices with each of the options."""
 
-    def __init__(self, tables: Tables, blocks: int, n: int):
+    def __init__(self, tables: Tables, options: Options):
         t = self._t = tables
-        self._blocks = blocks
-        self._part = np.arange(t.most_groups + 1) / max(1, t.most_groups)
-        # Replicated tensors: those of layers and those outside, wherever a device takes part.
-        both = (t.weights - t.grouped - t.columns).sum() + t.outside
-        residuals = (4 + min(3, n)) * t.residual
-        grouped = self._part * (t.grouped.sum() + t.ring.sum())
-        self._left = t.cap[:, None] - both - residuals - grouped[None]  # [R, K + 1]
-        self._block_bytes = (t.columns.sum() + t.vocab) / max(1, blocks)
-        self._lines = self._compute_lines()
-        self._pages = self._part * t.pages.sum()
-        self._group = self._part * t.group.max()
-        self._copies = t.copies * self._group
-        self.resident = self._take(self._left - self._pages)  # blocks while all of the cache stays
-        self._caches = [self._slices(stage) for stage in t.stages]
+        weights = {name: own[0] for name, own in t.parts.items()}
+        weights["mlp"] = weights["mlp"] + weights["expert"]
+        self._group = sum(t.each(name, weights[name] + t.ring[name]) for name in MIXERS).sum(0)
+        self._block = sum(t.each(name, weights[name]) for name in MLPS).sum(0)
+        self._block += t.vocab * self._first  # bytes a group and a block of each total
+        whole = weights["whole"]  # on every device of a layer
+        self._sets = np.array([whole[t.set_of == i].sum() for i in range(len(t.sets))])
+        self._everywhere = whole[t.set_of < 0].sum() + t.outside
+        self._widest = self._lines()
+        self._left = self._room(options.groups[:, None], options.takes[:, None], t.cap[:, None])
+        self._beside = [np.tensordot(a, options.groups, 1) + c for a, _, c in self._widest]
+        self._cache = self._pages(options.groups)
 
-    def blocks(self, seconds: Floats) -> Floats:
-        """Beside each number of groups, while no link takes longer than so many seconds of a step
-        of each kind, [N, 2]; negative where nothing fits: [N, R, K + 1]."""
+    def over(self, n: int) -> TensorMemory:
+        """When so many devices take part."""
+        found = copy(self)
+        found._left = self._left - (4 + min(3, n)) * self._t.residual
+        found._residuals = (4 + min(3, n)) * self._t.residual
+        return found
+
+    @property
+    def _first(self) -> Floats:
+        """A table cut by the first total, of each total."""
+        grid = self._t.mlps
+        return np.eye(len(grid.totals))[0] / max(1, grid.totals[0])
+
+    def blocks(self, offsets: Ints, seconds: Floats | None) -> Floats:
+        """The most beside each option, while no link takes longer than so many seconds of a step of
+        each kind, [N, 2]; None: while all of the cache stays. Negative where nothing fits. Blocks
+        of other totals are rounded with these offsets, [U, N, R]: [N, R, O]."""
+        resident = self._most((self._left - self._cache.bytes)[None], offsets)
+        if seconds is None:
+            return resident
         link = self._t.link[:, None]
-        kept, live = 0.0, False
-        for each, cache in zip(np.clip(seconds, 0.0, MOST_SECONDS).T, self._caches, strict=True):
-            kept = np.maximum(kept, cache.kept_for(each[:, None, None] * link))
-            live = live | (cache.live > 0)
-        streaming = self._take(self._left - self._copies - kept)
-        return np.maximum(self.resident, np.where((link > 0) | ~live, streaming, -1.0))
+        kept, live = np.zeros(()), False
+        for s, each in enumerate(np.clip(seconds, 0.0, MOST_SECONDS).T):
+            kept = np.maximum(kept, self._cache.kept_for(s, each[:, None, None] * link))
+            live = live | bool(self._cache.live(s))
+        streaming = self._most(self._left - self._t.copies * self._cache.group - kept, offsets)
+        return np.maximum(resident, np.where((link > 0) | (not live), streaming, -1.0))
 
-    def sent(self, groups: np.ndarray, blocks: np.ndarray) -> tuple[Floats, np.ndarray]:
-        """Bytes that cross each link in a step of each kind under some cuts [N, R], as much as can
-        staying on the devices, [2, N, R]; and where nothing is left to be sent, [N, R]."""
-        compute = np.max([blocks * a + b[groups] for a, b in self._lines], axis=0)
-        left = np.take_along_axis(self._left.T, groups, axis=0)  # [N, R]: of [K + 1, R]
-        room = left - blocks * self._block_bytes - compute
-        pages = self._pages[groups]
-        kept = np.clip(room - self._copies[groups], 0, pages)
-        resident = room >= pages - 1e-6
-        sent = [np.where(resident, 0.0, cache.at(groups).streamed(kept)) for cache in self._caches]
-        return np.array(sent), resident
-
-    def _compute_lines(self) -> list[tuple[float, Floats]]:
-        """Bytes a block and bytes beside a number of groups, [K + 1], of everything that may be the
-        widest part of a step's computation together with the largest matrix that is unpacked."""
-        t, blocks, none = self._t, max(1, self._blocks), np.zeros_like(self._part)
-        widest = [
-            (0.0, self._part * t.attention.max()),
-            (t.dense.max() / blocks, none + t.fixed.max()),
-            (t.logits / blocks, none),
+    def _most(self, room: Floats, offsets: Ints) -> Floats:
+        lines = [
+            (room - beside, (self._block + each)[:, None, None, None])
+            for beside, (_, each, _) in zip(self._beside, self._widest, strict=True)
         ]
-        most = {kind: each.max() for kind, each in t.unpacked.items()}
-        matrices = [
-            (0.0, np.maximum(self._part * most["grouped"], most["whole"])),
-            (max(most["columns"], t.unpacked_vocab) / blocks, none),
+        return self._t.mlps.most(lines, offsets[..., None])
+
+    def sent(
+        self, groups: Ints, blocks: Ints, takes: np.ndarray
+    ) -> tuple[Floats, np.ndarray, np.ndarray]:
+        """Bytes that cross each link in a step of each kind under some cuts, as much as can staying
+        on the devices, [2, N, R]; where nothing is left to be sent, and where all fits, [N, R]."""
+        lines = [
+            np.tensordot(a, groups, 1) + np.tensordot(b, blocks, 1) + c for a, b, c in self._widest
         ]
-        return [(a + c, b + d) for a, b in widest for c, d in matrices]
+        left = self._room(groups, takes, self._t.cap) - self._residuals
+        room = left - np.tensordot(self._block, blocks, 1) - np.max(lines, axis=0)
+        cache = self._pages(groups)
+        staged = room - self._t.copies * cache.group
+        resident = room >= cache.bytes - 1e-6
+        sent, _ = cache.streamed(np.clip(staged, 0, cache.bytes))
+        fits = resident | (staged >= -1e-6)
+        return np.where(resident, 0.0, np.array(sent).reshape(-1, *room.shape)), resident, fits
 
-    def _take(self, room: Floats) -> Floats:
-        """Blocks that fit into so many bytes, with a step's computation."""
-        size, within = self._block_bytes, np.full_like(room, self._blocks)
-        for each, beside in self._lines:
-            within = np.minimum(within, (room - beside) / (size + each))
-        return np.floor(within + 1e-9)
+    def _room(self, groups: Ints, takes: np.ndarray, cap: Floats) -> Floats:
+        """Beside groups and what devices have whole, but for residuals."""
+        used = np.tensordot(self._group, groups, 1) + self._everywhere
+        return cap - used - np.tensordot(self._sets, takes, 1)
 
-    def _slices(self, stage: Stage) -> Slices:
-        """The cache of each number of groups, [K + 1]."""
-        count = np.full_like(self._part, (self._t.pages > 0).sum())
-        live = self._part * stage.live.sum()
-        return Slices.of(count, self._pages, live, self._group * self._t.options.slots)
+    def _pages(self, groups: Ints) -> Cache:
+        t = self._t
+        totals = t.mixers.totals
+        parts = [groups[kind.unit] / max(1, totals[kind.unit]) for kind in t.pages]
+        return Cache(t.pages, t.of_kind.sum(1), parts)
+
+    def _lines(self) -> list[tuple[Floats, Floats, float]]:
+        """Bytes a group and a block of each total, and others, of everything that may be the widest
+        part of a step's computation together with the largest matrix that is unpacked."""
+        t, grids = self._t, (self._t.mixers, self._t.mlps)
+        mixers, mlps = (len(grid.totals) for grid in grids)
+
+        def rows(groups: Floats | float, blocks: Floats | float, more: Floats | float) -> Floats:
+            found = np.zeros((len(t.fixed), mixers + mlps + 1))
+            found[:, :mixers], found[:, mixers:-1], found[:, -1] = groups, blocks, more
+            return found
+
+        attention = sum(t.each(name, t.compute[name]) for name in MIXERS)
+        mlp = sum(t.each(name, t.compute[name]) for name in MLPS)
+        logits, table = t.logits * self._first, t.unpacked_vocab * self._first
+        widest = [rows(attention, 0, 0), rows(0, mlp, t.fixed), rows(0, logits, 0)]
+        matrices = [rows(t.each(name, t.unpacked[name]), 0, 0) for name in MIXERS]
+        matrices += [rows(0, t.each(name, t.unpacked[name]), 0) for name in MLPS]
+        matrices += [rows(0, 0, t.unpacked["whole"]), rows(0, table, 0)]
+        wide, unpacked = (_largest(np.concatenate(each)) for each in (widest, matrices))
+        found = _largest(np.concatenate([wide + matrix for matrix in unpacked]))
+        return [(row[:mixers], row[mixers:-1], float(row[-1])) for row in found]
+
+
+def _largest(rows: Floats) -> Floats:
+    """Those that no other is at least as large as in everything."""
+    rows = np.unique(rows, axis=0)
+    under = (rows[:, None] <= rows[None]).all(2) & ~np.eye(len(rows), dtype=bool)
+    return rows[~under.any(1)]

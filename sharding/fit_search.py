@@ -77,6 +77,7 @@ class Way:
     most: int | None = None
     cut: Cut | None = None
     low: float = 0.0
+    proved: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -85,9 +86,10 @@ class Way:
 
     def beats(self, limit: float) -> bool:
         """Whether a cut takes no more than so many seconds; it is kept."""
-        cut = self.cuts.within(self.kind, limit, self.resident, self.most)
+        cut, proved = self.cuts.within(self.kind, limit, self.resident, self.most)
         if cut is None:
             self.low = max(self.low, limit)
+            self.proved = max(self.proved, limit if proved else 0.0)
         elif cut.seconds < self.seconds:
             self.cut = cut
         return cut is not None

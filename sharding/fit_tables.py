@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding import sizes
-from sharding.cost import CostModel, groups_of, rates_of, values_of
+from sharding.cost import (
+    CostModel,
+    attention_work,
+    experts_work,
+    groups_of,
+    rates_of,
+    values_of,
+)
+from sharding.fit_cache import Pages
+from sharding.fit_units import Grid, LayerSet
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions
 from sharding.plan import make_plan
@@ -22,6 +32,8 @@ from sharding.rings import full_pages, live_pages, position_bytes, ring_position
 from sharding.shapes import ModelShape, TensorShape
 
 Floats = NDArray[np.float64]
+FOLLOWED = "kv_group", "state_group", "mlp", "shared_mlp"  # axes of layers
+COUNTED = "kv_heads", "states"
 
 
 @dataclass(frozen=True)
@@ -55,31 +67,54 @@ class Workload:
         return options.slots * self.prompt / options.ubatch, float(self.predict)
 
 
+class Work(NamedTuple):
+    """What one part of a step, attention or the MLP, reads and computes in layers of K kinds: how
+    many layers are of a kind, [K], in which of `Tables.sets` they are, -1 for all devices, [K], and
+    bytes and operations of what a device has whole, [K, 2], and of all units of each total,
+    [K, U, 2]."""
+
+    layers: np.ndarray
+    sets: np.ndarray
+    whole: Floats
+    units: Floats
+
+    @classmethod
+    def of(cls, sets: np.ndarray, whole: Floats, units: Floats) -> Work:
+        """Of layers, [L], [L, 2] and [L, U, 2]; those that are alike become a kind."""
+        rows = np.column_stack((sets, whole, units.reshape(len(sets), -1)))
+        _, first, layers = np.unique(rows, axis=0, return_index=True, return_counts=True)
+        return cls(layers, sets[first], whole[first], units[first])
+
+
 @dataclass(frozen=True)
 class Stage:
     """One kind of step.
 
     Attributes:
         count: how many of them a request takes.
+        rows, position: sequences of a step, and how many earlier positions each has.
+        read, flops: bytes and operations a second of each device, [R].
         attn, mlp: seconds if a device did all of a layer's, [L, R].
-        groups: seconds of all layers' attention for every number of KV groups, with what a device
-            has whole, [R, K + 1].
+        mixers, mlps: the same apart, by kinds of layers.
         head, vectors: seconds of the head with all rows, and of what it takes with none, [R].
-        live: bytes that a layer streams, [L].
         payload: bytes that an exchange moves.
-        folds: groups of pages of all layers, each of which a device with attention folds by a
-            program of its own.
+        folds: groups of pages of a layer's attention, each of which a device folds by a program of
+            its own, [L].
     """
 
     count: float
+    rows: int
+    position: int
+    read: Floats
+    flops: Floats
     attn: Floats
     mlp: Floats
-    groups: Floats
+    mixers: Work
+    mlps: Work
     head: Floats
     vectors: Floats
-    live: Floats
     payload: float
-    folds: int
+    folds: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -122,13 +157,13 @@ class Probe:
         self.fused = make_plan(model, first, replace(alone, kv="device", engine="fused"), tensors)
         self.cost = CostModel(self.plan)
         layers = len(model.layers)
-        # Of whole layers; what follows KV groups, as groups of states do; what follows MLP columns.
-        self.weights, self.grouped, self.columns = (np.zeros(layers) for _ in range(3))
-        self.vocab = self.outside = 0.0
-        # Bytes and values of what layers have whole, [L], and of vectors outside them.
-        self.whole, self.vectors = np.zeros((2, layers)), np.zeros(2)
+        self.weights = np.zeros(layers)
+        # Bytes and values of a layer by what its tensors follow, [2, L], those of experts apart, and
+        # of vectors outside the layers.
+        self.parts = {name: np.zeros((2, layers)) for name in (*FOLLOWED, "expert", "whole")}
+        self.vocab, self.outside, self.vectors = 0.0, 0.0, np.zeros(2)
         # The largest matrix that a step unpacks, of the same kinds.
-        self.unpacked = {kind: np.zeros(layers) for kind in ("grouped", "columns", "whole")}
+        self.unpacked = {name: np.zeros(layers) for name in (*FOLLOWED, "whole")}
         self.unpacked_vocab = 0.0
         self._counted: set[str] = set()
         for tensor in tensors:
@@ -159,15 +194,11 @@ class Probe:
                 self.unpacked_vocab = max(self.unpacked_vocab, unpacked)
             return
         self.weights[tensor.layer] += size
-        kind = "whole"
-        if split is not None:
-            kind = "grouped" if split.name in ("kv_group", "state_group") else "columns"
-            into = self.grouped if kind == "grouped" else self.columns
-            into[tensor.layer] += size
-        else:
-            self.whole[:, tensor.layer] += both
-        most = self.unpacked[kind]
+        follows = "whole" if split is None else split.name
+        most = self.unpacked[follows]
         most[tensor.layer] = max(most[tensor.layer], unpacked)
+        expert = follows == "mlp" and "expert" in tensor.axes
+        self.parts["expert" if expert else follows][:, tensor.layer] += both
 
 
 class Tables:
@@ -177,17 +208,21 @@ class Tables:
         cap: bytes that may be used, [R]; infinite where a device does not tell.
         link: bytes a second of each device's link, [R].
         prefill, decode: the mean step of each kind.
-        weights: split and whole bytes of each layer; `grouped` of them follow KV groups, as groups
-            of recurrent states do, `columns` the MLP, the rest is on every device of the layer.
+        mixers, mlps: the totals of groups and of MLP blocks.
+        follows: which of these totals a layer's part of each of `FOLLOWED` follows, [L].
+        sets: layers on the same devices, but for those that are on all; `set_of` [L] tells which a
+            layer is in, -1 for none, and `everywhere` counts the exchanges and layers of those.
+        weights, parts: bytes of each layer, and by what they follow.
         vocab, outside: bytes of vocabulary tables, and of other tensors outside layers.
-        ring, pages: cache on the device in any case, recurrent states included, and full pages.
+        ring: cache on the device in any case, recurrent states included, by what it follows.
+        pages: of every cache, and of which kind it is, one row a kind, [kinds, L].
         fused: bytes of everything on one device as one program.
-        group: of a group of pages; `copies` times as many are in flight while any is streamed.
-        handed_on, attention, dense, fixed: of `sizes.layer_compute`, the MLP's as a part that
-            follows its columns and one that does not.
+        copies: how many groups of pages are in flight while any is streamed.
+        handed_on, compute, fixed: of `sizes.layer_compute`, by what it follows, and of the MLP what
+            does not follow its columns.
         residual, logits: bytes of one residual, and of the logits of all rows.
-        unpacked, unpacked_vocab: of the largest quantised matrix once it is unpacked, of each kind
-            of `weights`, and of the vocabulary tables.
+        unpacked, unpacked_vocab: of the largest quantised matrix once it is unpacked, by what it
+            follows, and of the vocabulary tables.
     """
 
     def __init__(self, probe: Probe, mesh: Mesh, workload: Workload):
@@ -199,12 +234,14 @@ class Tables:
         self.link = np.array([d.link_gbps or 0.0 for d in infos]) * 1e9
         self._probe = probe
         options = plan.options
+        self._units()
         at = workload.prefill_at(options.ubatch)
         chunks, steps = workload.steps(options)
         self.prefill = self._stage(chunks, options.ubatch, 1, at, options.ubatch / 2)
         self.decode = self._stage(steps, options.slots, options.slots, workload.decode_at, 0.0)
+        self.sets = self._folding()
         self.fused = float(probe.fused.needed_bytes(0))
-        self.weights, self.grouped, self.columns = probe.weights, probe.grouped, probe.columns
+        self.weights, self.parts = probe.weights, probe.parts
         self.vocab, self.outside = probe.vocab, probe.outside
         self.unpacked, self.unpacked_vocab = probe.unpacked, probe.unpacked_vocab
         self._cache()
@@ -215,14 +252,59 @@ class Tables:
         """Of the prompt, and of what is generated."""
         return self.prefill, self.decode
 
-    @property
-    def most_groups(self) -> int:
-        """KV groups of a layer; groups of recurrent states in a model without attention."""
-        shapes = self.model.layers
-        return max(s.kv_heads for s in shapes) or max(s.states for s in shapes)
+    def _units(self) -> None:
+        shapes, devices = self.model.layers, len(self.mesh)
+        heads, states = ([getattr(s, name) for s in shapes] for name in ("kv_heads", "states"))
+        columns, beside = (
+            [getattr(s, name) // max(32, s.mlp_block) for s in shapes]
+            for name in ("mlp", "shared_mlp")
+        )
+        self.mixers = Grid(max(heads) or max(states), (*heads, *states), devices)
+        blocks = *columns, *beside
+        self.mlps = Grid(max(blocks), blocks, devices)
+        counts = zip(FOLLOWED, (heads, states, columns, beside), strict=True)
+        grids = self.mixers, self.mixers, self.mlps, self.mlps
+        self.follows = {
+            name: np.array([grid.index(n) for n in own])
+            for (name, own), grid in zip(counts, grids, strict=True)
+        }
+        sets: dict[tuple[frozenset[int], frozenset[int]], list[int]] = {}
+        for i, shape in enumerate(shapes):
+            has = shape.kv_heads, shape.states, shape.mlp, shape.shared_mlp
+            some = [
+                {int(self.follows[name][i])} if n else set()
+                for name, n in zip(FOLLOWED, has, strict=True)
+            ]
+            key = frozenset(some[0] | some[1]), frozenset(some[2] | some[3])
+            sets.setdefault(key, []).append(i)
+        self.sets, self.set_of, self.everywhere = [], np.full(len(shapes), -1), (0, 0)
+        for key, own in sets.items():
+            found = LayerSet(*key, sum(shapes[i].exchanges for i in own), len(own))
+            if found.all_devices:
+                self.everywhere = found.exchanges, found.layers
+            else:
+                self.set_of[own] = len(self.sets)
+                self.sets.append(found)
+
+    def _folding(self) -> list[LayerSet]:
+        """The sets with the programs that fold pages: some by every device with groups of a total."""
+        folds: dict[int, np.ndarray] = {}
+        for i, shape in enumerate(self.model.layers):
+            if shape.kv_heads:
+                unit = int(self.follows["kv_group"][i])
+                own = np.array([stage.folds[i] for stage in self.stages])
+                folds[unit] = folds.get(unit, 0) + own
+        found = []
+        for each in self.sets:
+            alone = not each.mlps and len(each.mixers) == 1
+            own = folds.pop(next(iter(each.mixers)), None) if alone else None
+            found.append(each if own is None else each._replace(folds=tuple(own)))
+        none = frozenset[int]()
+        more = (LayerSet(frozenset({u}), none, folds=tuple(own)) for u, own in folds.items())
+        return [*found, *more]
 
     def _stage(self, count: float, tokens: int, rows: int, position: int, more: float) -> Stage:
-        plan, model = self._probe.plan, self.model
+        model, options, parts = self.model, self.options, self._probe.parts
         infos = self.mesh.devices
         read, flops = (
             rates_of(infos, range(len(infos)), name, unit)
@@ -230,30 +312,53 @@ class Tables:
         )
         work = self._probe.cost.work(tokens, rows, position + more)
         attn, mlp, head = (np.maximum(s / read, n / flops) for s, n in work)
-        part = np.arange(self.most_groups + 1) / max(1, self.most_groups)
-        whole = self._probe.whole * np.array([[1.0], [2.0 * tokens]])
-        size, values = (
-            (own[:, None] + part * (both - own[:, None]))[:, None]  # [L, 1, K + 1]
-            for own, both in zip(whole, work[0], strict=True)
-        )
-        groups = np.maximum(size / read[:, None], values / flops[:, None]).sum(0)
         size, values = self._probe.vectors
         vectors = np.maximum(size / read, 2 * rows * values / flops)
-        live = [
-            rows * len(live_pages(self.options, position, shape.window)) * plan.page_bytes(i, 0)
-            for i, shape in enumerate(model.layers)
+        both = np.array([[1.0], [2.0 * tokens]])
+        heads, states = (np.array([getattr(s, n) for s in model.layers]) for n in COUNTED)
+        cache, scores, kept = attention_work(model, options, tokens, rows, position + more)
+        touched = np.array(experts_work(model, tokens))
+        own = {name: both * each for name, each in parts.items()}
+        own["kv_group"] += heads * np.array((cache, scores))
+        own["state_group"][0] += states * kept
+        own["mlp"] += touched * own["expert"]
+        mixers = self._work(own["whole"], self.mixers, FOLLOWED[:2], own)
+        mlps = self._work(np.zeros_like(own["whole"]), self.mlps, FOLLOWED[2:], own)
+        folds = [
+            groups_of(len(live_pages(options, position, s.window)), options.group_pages)
+            if s.kv_heads
+            else 0
+            for s in model.layers
         ]
-        pages = [
-            len(live_pages(self.options, position, s.window)) for s in model.layers if s.kv_heads
-        ]
-        folds = sum(groups_of(n, self.options.group_pages) for n in pages)
-        payload = tokens * model.embed * self.options.itemsize
-        seconds = attn, mlp, groups, head, vectors
-        return Stage(count, *seconds, np.array(live, float), payload, folds)
+        payload = tokens * model.embed * options.itemsize
+        steps = count, rows, position, read, flops
+        return Stage(*steps, attn, mlp, mixers, mlps, head, vectors, payload, np.array(folds))
 
-    def dispatch(self, stage: Stage, devices: int, with_attention: int, stages: int) -> float:
-        """Seconds of the host thread for a step of the staged engine."""
-        programs = devices + stages * len(self.model.layers) + stage.folds * with_attention
+    def _work(
+        self, whole: Floats, grid: Grid, names: tuple[str, ...], own: dict[str, Floats]
+    ) -> Work:
+        layers = np.arange(whole.shape[1])
+        units = np.zeros((len(layers), len(grid.totals), 2))
+        for name in names:
+            units[layers, self.follows[name]] += own[name].T
+        return Work.of(self.set_of, whole.T, units)
+
+    @property
+    def blocks_and_groups(self) -> tuple[int, int]:
+        """How many a layer has that has most."""
+        return self.mlps.totals[0], self.mixers.totals[0]
+
+    def each(self, name: str, values: Floats) -> Floats:
+        """Of what follows one of `FOLLOWED` in each layer, [L], that of one unit of each total,
+        [L, U]."""
+        grid = self.mixers if name in FOLLOWED[:2] else self.mlps
+        found = np.zeros((len(values), len(grid.totals)))
+        found[np.arange(len(values)), self.follows[name]] = values
+        return found / np.maximum(grid.totals, 1)
+
+    def dispatch(self, stage: Stage, devices: int) -> float:
+        """Seconds of the host thread for a step of whole layers over so many devices."""
+        programs = devices + len(self.model.layers) + stage.folds.sum()
         return programs * self.mesh.fabric.dispatch_us * 1e-6
 
     def link_seconds(self, sent: Floats) -> Floats:
@@ -281,35 +386,52 @@ class Tables:
         return Cut(*shares, float(steps[0]), float(steps[1]), seconds, words)
 
     def _cache(self) -> None:
-        options = self.options
-        ring, pages, groups = [], [], []
-        for index, shape in enumerate(self.model.layers):
-            slots = options.slots * shape.kv_heads * shape.owns_cache
-            position = position_bytes(shape, options)
-            full = full_pages(options, shape.window)
-            states = options.slots * shape.states * shape.state_bytes
+        options, model = self.options, self.model
+        layers = range(len(model.layers))
+        slots = options.slots
+        self.ring = {name: np.zeros(len(layers)) for name in FOLLOWED[:2]}
+        owners = [model.cache_owner(i) for i in layers]
+        kinds: dict[tuple[float, ...], list[int]] = {}
+        for i, shape in enumerate(model.layers):
+            self.ring["state_group"][i] = slots * shape.states * shape.state_bytes
+            if not shape.kv_heads or not shape.owns_cache:
+                continue
+            position = shape.kv_heads * position_bytes(shape, options)
             tail = ring_positions("staged", options, shape.window)
-            ring.append(slots * position * tail + states)
-            pages.append(slots * position * full * options.page)
-            group = options.group_pages * self._probe.plan.page_bytes(index, 0) if full else 0
-            groups.append(group)
-        self.ring, self.pages, self.group = (np.array(x, float) for x in (ring, pages, groups))
+            self.ring["kv_group"][i] = slots * position * tail
+            full = full_pages(options, shape.window)
+            size = options.page * position
+            # As a budget takes them; of layers as large those that are read most first, so that
+            # no budget streams less than is told.
+            key = -full * size, -owners.count(i), full, size, self.follows["kv_group"][i]
+            key += (shape.window or 0,)
+            if full:
+                kinds.setdefault(key, []).append(i)
+        self.pages: list[Pages] = []
+        self.of_kind = np.zeros((len(kinds), len(layers)))
+        for c, (key, own) in enumerate(sorted(kinds.items())):
+            self.of_kind[c, own] = 1.0
+            window = int(key[-1]) or None
+            live = [live_pages(options, stage.position, window) for stage in self.stages]
+            steps = [(x, s.rows * -key[1]) for x, s in zip(live, self.stages, strict=True)]
+            self.pages.append(Pages(int(key[2]), key[3], int(key[4]), slots, options, steps))
         self.copies = max(1, options.prefetch)
 
     def _compute(self) -> None:
-        options, model = self.options, self.model
-        whole, none = [], []
-        states = [
-            sizes.states_compute(self._probe.plan, i, s.states) for i, s in enumerate(model.layers)
-        ]
+        options, model, plan = self.options, self.model, self._probe.plan
+        self.compute = {name: np.zeros(len(model.layers)) for name in FOLLOWED}
+        self.handed_on, self.fixed = np.zeros((2, len(model.layers)))
         for i, shape in enumerate(model.layers):
-            every = shape.kv_heads, shape.mlp, shape.shared_mlp
-            whole.append(sizes.layer_compute(self._probe.plan, i, *every))
-            none.append(sizes.layer_compute(self._probe.plan, i, 0, 0, 0))
-        self.handed_on, self.attention, mlp = np.array(whole, float).T
-        self.attention += np.array(states, float)
-        self.fixed = np.array(none, float)[:, 2]
-        self.dense = mlp - self.fixed
+            some = min(1, shape.shared_mlp)  # the first column beside a mixture takes more
+            handed_on, attention, least = sizes.layer_compute(plan, i, shape.kv_heads, 0, some)
+            one = sizes.layer_compute(plan, i, 0, shape.mlp, some)[2] - least
+            beside = sizes.layer_compute(plan, i, 0, 0, shape.shared_mlp)[2] - least
+            beside *= shape.shared_mlp / max(1, shape.shared_mlp - 1)
+            states = sizes.states_compute(plan, i, shape.states)
+            for name, size in zip(FOLLOWED, (attention, states, one, beside), strict=True):
+                self.compute[name][i] = size
+            self.handed_on[i] = handed_on
+            self.fixed[i] = least - some * beside / max(1, shape.shared_mlp)
         width = (model.embed + model.beside) * options.itemsize
         self.residual = float(max(options.ubatch, options.slots) * width)
         logit = 4 if options.itemsize == 4 else 4 + options.itemsize
