@@ -4,8 +4,8 @@ free memory.
 A way is a kind of cut (everything on one device, whole layers, every layer over 2, 3, ... devices)
 with a cache type, chunk size and depth of prefetch that are allowed. `sharding.fit_layers` and
 `sharding.fit_tensor` tell whether any cut of a way keeps a limit of the request's seconds; both are
-exact over whole layers, KV groups and MLP blocks, for links that work under computation and layers
-that are alike. `sharding.fit_search` finds the fastest cut with them, and makes plans, which the
+exact over whole layers, KV groups and MLP blocks, for links that work under computation. Where a
+search ends without a proof, a fit says by how much a plan may be faster. `sharding.fit_search` finds the fastest cut with them, and makes plans, which the
 cost model compares. Of plans that are nearly as fast, `sharding.fit_ties` takes the simplest.
 
 Not considered: replicated KV heads, dithered rounding, and attention shares finer than the KV
@@ -33,11 +33,13 @@ MOST_DEVICES = 32  # a search takes seconds for as many
 @dataclass(frozen=True)
 class Fit:
     """The plan chosen and all that was considered, the chosen one first. `chosen.why` says what
-    makes it simpler than a faster one, if there is any."""
+    makes it simpler than a faster one, if there is any. `missed` is by which part a plan may be
+    faster than the fastest found; 0 where that is proved to be the fastest."""
 
     chosen: Considered
     considered: tuple[Considered, ...]
     workload: Workload
+    missed: float = 0.0
 
     @property
     def plan(self) -> Plan:
@@ -107,11 +109,12 @@ def fit(
     fastest = min((c for c in considered if c.plan), key=lambda c: c.seconds, default=None)
     if fastest is None:
         raise _nothing_fits(search)
+    missed = search.missed(fastest.seconds)
     chosen = choose(search, fastest)
     others = [c for c in considered if not _same_way(c, chosen) or c.seconds < chosen.seconds]
     ranked = sorted(others, key=lambda c: (c.options is None, c.seconds))
     judged = [replace(c, why=c.why or _why(c, chosen)) for c in ranked]
-    return Fit(chosen, (chosen, *judged), workload)
+    return Fit(chosen, (chosen, *judged), workload, missed)
 
 
 def _same_way(one: Considered, chosen: Considered) -> bool:

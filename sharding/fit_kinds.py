@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sharding.cost import CostModel
 from sharding.fit_layers import LayerCuts
 from sharding.fit_tables import Cut, Probe, Tables, Workload
-from sharding.fit_tensor import Answer, TensorCuts, TensorParts
+from sharding.fit_tensor import Answer, Effort, TensorCuts, TensorParts
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions, SplitMode
 from sharding.plan import make_plan
@@ -56,7 +56,7 @@ class Sized:
         tensors: tuple[tuple[TensorShape, ...], tuple[TensorShape, ...]],
         workload: Workload,
     ):
-        self.mesh, self.workload = mesh, workload
+        self.mesh, self.workload, self.effort = mesh, workload, Effort()
         made = {each: Probe(model, mesh, options, each) for each in dict.fromkeys(tensors)}
         self.whole, self.sliced = (made[each] for each in tensors)
         self.even = self._even(model, options, tensors[1])
@@ -120,7 +120,7 @@ class KindCuts:
 
     @cached_property
     def _parts(self) -> TensorParts:
-        return TensorParts(self._tables[self._sized.sliced])
+        return TensorParts(self._tables[self._sized.sliced], self._sized.effort)
 
     @cached_property
     def _layers(self) -> LayerCuts:

@@ -12,7 +12,7 @@ no worse in both than another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -102,8 +102,12 @@ class LayerCuts:
         )
         self._resident = np.array([s.resident for s in self._spans])
         self._count = np.array([stage.count for stage in t.stages])
-        fabric = t.mesh.fabric  # a copy to the next device; the least there is, inside a host
-        self._copy = np.array([fabric.copy_seconds((0,), s.payload) for s in t.stages])
+        fabric = t.mesh.fabric
+        self._hosts = [fabric.host(d) for d in range(len(t.cap))]
+        # Seconds of a copy to the next device, in its host and in another, [wires, 2].
+        apart = [0] if len(set(self._hosts)) == 1 else [0, int(fabric.devices_per_host or 1)]
+        wires = [[fabric.copy_seconds((0, d), s.payload) for s in t.stages] for d in apart]
+        self._copy = np.array(wires)
         layers = len(t.model.layers)
         owners = [t.model.cache_owner(i) for i in range(layers)]
         # Where a device's layers may begin: never between two that have one cache.
@@ -153,8 +157,8 @@ class LayerCuts:
     def least_on_host(self) -> Cut | None:
         """The cut with the least of its cache in host memory; None where none fits."""
         cost = np.array([s.on_host for s in self._spans])
-        any_number = range(1, len(cost) + 1)
-        found = _path(cost, np.where(self._begins, 0.0, np.inf), any_number)
+        begins = np.where(self._begins, 0.0, np.inf)[None].repeat(len(self._copy), 0)
+        found = _path(cost, begins, range(1, len(cost) + 1), self._hosts)
         return None if found is None else self._cut(found[1])
 
     def alone(self, device: int) -> list[Cut]:
@@ -198,9 +202,10 @@ class LayerCuts:
         return np.asarray(late | ~self._resident if resident else late)
 
     def _before(self, weights: Floats) -> Floats:
-        """Seconds of copies before spans that begin at each layer, [L + 1]."""
+        """Seconds of copies before spans that begin at each layer, [wires, L + 1]."""
         first = np.arange(len(self._begins)) == 0
-        return np.where(self._begins, np.where(first, 0.0, weights @ self._copy), np.inf)
+        copies = (self._copy @ weights)[:, None]
+        return np.where(self._begins, np.where(first, 0.0, copies), np.inf)
 
     def _shortest(
         self, weights: Floats, most: Floats, resident: bool, spans: range
@@ -210,7 +215,7 @@ class LayerCuts:
         for s in np.flatnonzero(weights):
             cost = cost + weights[s] * self._turns[:, s]
         cost[self._late(most, resident)] = np.inf
-        return _path(cost, self._before(weights), spans)
+        return _path(cost, self._before(weights), spans, self._hosts)
 
     def _best_of_both(
         self, most: Floats, limit: float, resident: bool, spans: range
@@ -218,7 +223,9 @@ class LayerCuts:
         """The same, of all cuts that are no worse in both kinds of steps than another with as many
         layers."""
         late = self._late(most, resident)[:, None]
-        before = np.array([self._before(kind) for kind in (CHUNK, STEP)])
+        before = np.array([self._before(kind).min(0) for kind in (CHUNK, STEP)])
+        more = self._copy - self._copy.min(0)  # of a wire, beside the fastest
+        more = np.column_stack((more, more @ self._count))[:, :, None]
         cost = np.where(late, np.inf, self._turns) + before[:, :, None]  # [R, 2, L + 1, L + 1]
         cost = np.concatenate(
             (cost, np.einsum("s,rsij->rij", self._count, cost)[:, None]), axis=1
@@ -230,28 +237,34 @@ class LayerCuts:
         for step in cost[:0:-1]:
             left = np.minimum(left, (step + left[:, None]).min(2))
             to_go.append(left)
-        fronts: dict[tuple[int, int], list[tuple[float, float, Stops]]] = {(0, 0): [(0, 0, ())]}
-        for step, left in zip(cost, reversed(to_go), strict=True):
+        # By devices used, layers so far, and the host of the last device.
+        fronts: dict[tuple[int, int, int], list[tuple[float, float, Stops]]] = {}
+        fronts[0, 0, self._hosts[0]] = [(0, 0, ())]
+        for step, left, host in zip(cost, reversed(to_go), self._hosts, strict=True):
             step[:, np.arange(end + 1), np.arange(end + 1)] = 0.0  # the device takes no part
-            found: dict[tuple[int, int], list[tuple[float, float, Stops]]] = {}
-            for (used, at), front in fronts.items():
+            found: dict[tuple[int, int, int], list[tuple[float, float, Stops]]] = {}
+            for (used, at, last), front in fronts.items():
+                takes = np.arange(end + 1 - at) > 0
+                wire = more[int(last != host)] * takes if at else 0.0
                 for chunk, decode, stops in front:
                     so_far = np.array((chunk, decode, self._count @ (chunk, decode)))
-                    sums = so_far[:, None] + step[:, at, at:]
+                    sums = so_far[:, None] + step[:, at, at:] + wire
                     for j in np.flatnonzero((sums + left[:, at:] <= bounds).all(0)):
-                        key = int(used + (j > 0)), at + int(j)
+                        key = int(used + (j > 0)), at + int(j), host if j else last
                         if key[0] < spans.stop:
                             one = float(sums[0, j]), float(sums[1, j]), (*stops, key[1])
                             found.setdefault(key, []).append(one)
             fronts = {key: _no_worse(front) for key, front in found.items()}
-        ends = [one for n in spans for one in fronts.get((n, end), [])]
+        ends = [one for key, front in fronts.items() if key[0] in spans and key[1] == end for one in front]
         return min(ends, key=lambda one: self._count @ one[:2])[2] if ends else None
 
     def _sums(self, stops: Stops) -> Floats:
         """Seconds of turns and copies in a step of each kind."""
         spans = _spans_of(stops)
         turns = sum(self._turns[d, :, i, j] for d, (i, j) in spans)
-        return turns + self._copy * (len(spans) - 1)
+        hosts = [self._hosts[d] for d, _ in spans]
+        wires = [int(a != b) for a, b in zip(hosts, hosts[1:], strict=False)]
+        return turns + self._copy[wires].sum(0)
 
     def _cut(self, stops: Stops) -> Cut:
         spans, t = _spans_of(stops), self._t
@@ -279,29 +292,40 @@ def _no_worse(front: list[tuple[float, float, Stops]]) -> list[tuple[float, floa
     return kept
 
 
-def _path(cost: Floats, before: Floats, spans: range) -> tuple[float, Stops] | None:
+def _path(
+    cost: Floats, before: Floats, spans: range, hosts: Sequence[int]
+) -> tuple[float, Stops] | None:
     """The least sum of a number of spans that follow each other, and where they end. `cost`
-    [R, L + 1, L + 1] is that of a device's span, `before` [L + 1] what one that begins at a layer
-    takes first."""
-    up = len(spans) < len(cost)  # whether spans are counted
-    total = np.full((spans.stop if up else 1, len(before)), np.inf)
-    total[0, 0] = 0.0
-    came: list[np.ndarray] = []  # where the device's span began; -1: it has none
-    for own in cost:
-        step = (total[: len(total) - up] + before)[:, :, None] + own
-        start = np.full(total.shape, -1)
-        found = np.full(total.shape, np.inf)
+    [R, L + 1, L + 1] is that of a device's span, `before` [wires, L + 1] what one that begins at a
+    layer takes first, after a device of its own of the `hosts` and after one of another."""
+    up, (wires, ends) = len(spans) < len(cost), before.shape  # whether spans are counted
+    total = np.full((wires, spans.stop if up else 1, ends), np.inf)
+    total[0, 0, 0] = 0.0
+    came: list[np.ndarray] = []  # where the device's span began, by wires; -1: it has none
+    moved: dict[int, np.ndarray] = {}  # devices that begin a host, and the wire until there
+    for d, own in enumerate(cost):
+        if d and hosts[d] != hosts[d - 1]:
+            moved[d] = total.argmin(0)
+            total = np.array([np.full_like(total[0], np.inf), total.min(0)])
+        step = (total[:, : total.shape[1] - up] + before[:, None])[..., None] + own
+        step = step.swapaxes(0, 1).reshape(step.shape[1], -1, ends)
+        start = np.full(total.shape[1:], -1)
+        found = np.full(total.shape[1:], np.inf)
         start[up:], found[up:] = step.argmin(1), step.min(1)
-        came.append(np.where(found < total, start, -1))
-        total = np.minimum(total, found)
-    used = spans.start + int(total[spans.start :, -1].argmin()) if up else 0
-    at = len(before) - 1
-    best = float(total[used, at])
+        came.append(np.where(found < total[0], start, -1))
+        total = np.array([np.minimum(total[0], found), *total[1:]])
+    last = total[:, spans.start :, -1] if up else total[:, :, -1]
+    wire, used = np.unravel_index(int(last.argmin()), last.shape)
+    used, at = int(used) + (spans.start if up else 0), ends - 1
+    best = float(total[wire, used, at])
     if not np.isfinite(best):
         return None
     stops: list[int] = []
-    for start in reversed(came):
+    for d in reversed(range(len(cost))):
         stops.append(at)
-        if start[used, at] >= 0:
-            used, at = used - up, int(start[used, at])
+        if wire == 0 and came[d][used, at] >= 0:
+            wire, start = divmod(int(came[d][used, at]), ends)
+            used, at = used - up, start
+        if d in moved:
+            wire = int(moved[d][used, at])
     return best, tuple(reversed(stops))

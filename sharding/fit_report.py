@@ -91,7 +91,15 @@ def to_text(fit: Fit) -> str:
         for row in table
     ]
     lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([_title(fit), *lines, f"options: {command_options(fit.plan.options)}"])
+    lines = [_title(fit), *lines, *_unproved(fit)]
+    return "\n".join([*lines, f"options: {command_options(fit.plan.options)}"])
+
+
+def _unproved(fit: Fit) -> list[str]:
+    """What a search that ended without a proof leaves open."""
+    if not fit.missed:
+        return []
+    return [f"not proved to be the fastest: a plan may be up to {100 * fit.missed:.2g} % faster"]
 
 
 def to_html(fit: Fit) -> str:
@@ -103,7 +111,7 @@ def to_html(fit: Fit) -> str:
     body = "".join(row((*_row(one), _verdict(fit, one)), "td") for one in fit.considered)
     chosen = html.escape(command_options(fit.plan.options))
     return (
-        f"<p>{html.escape(_title(fit))}</p><table><thead>{row((*_HEADER, ''), 'th')}</thead>"
+        f"<p>{html.escape('; '.join([_title(fit), *_unproved(fit)]))}</p><table><thead>{row((*_HEADER, ''), 'th')}</thead>"
         f"<tbody>{body}</tbody></table><p>options: <code>{chosen}</code></p>"
     )
 
@@ -141,6 +149,7 @@ def to_dict(fit: Fit) -> dict[str, Any]:
     return {
         "arguments": arguments(fit.plan.options),
         "options": command_options(fit.plan.options),
+        "may_be_faster_by": fit.missed,
         "workload": {"prompt": fit.workload.prompt, "predict": fit.workload.predict},
         "considered": [
             {

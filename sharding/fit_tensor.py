@@ -38,7 +38,8 @@ SLACK = 1 + 1e-9  # of comparisons of seconds
 CLOSE = 4e-6  # a cut keeps a limit to this part
 PRICES = 0.0, 1e3, 1.0, 0.4, 2.5, 0.15, 6.0  # of a group, in its even part of the blocks
 WIDE = 64  # boxes that are looked at together
-MOST_BOXES = 4096  # of one question
+MOST_BOXES = 4096  # of one question,
+ALL_BOXES = 32768  # and of one search
 CHUNK = 0  # the first of a box's bounds
 Box = tuple[Floats, Floats]  # least and most
 
@@ -50,11 +51,17 @@ class Answer(NamedTuple):
     proved: bool = True
 
 
+class Effort:
+    """How many boxes a search may still look at before it gives up proofs."""
+
+    left = ALL_BOXES
+
+
 class TensorParts:
     """What cuts of one set of tables have in common over any number of devices."""
 
-    def __init__(self, tables: Tables):
-        self.tables = tables
+    def __init__(self, tables: Tables, effort: Effort):
+        self.tables, self.effort = tables, effort
         self.options = Options(tables.mixers, tables.mlps, tables.sets)
         self.memory = TensorMemory(tables, self.options)
         self.terms = [Terms(stage, tables, self.options) for stage in tables.stages]
@@ -65,7 +72,8 @@ class TensorCuts:
     grow smaller by what is asked; those of tables with the same seconds may be given."""
 
     def __init__(self, parts: TensorParts, n: int, boxes: Sequence[Box] | None = None):
-        t = self._t = parts.tables
+        t, self._effort = parts.tables, parts.effort
+        self._t = t
         self._n, self._options, self._terms = n, parts.options, parts.terms
         self._memory = parts.memory.over(n)
         self._exchanges = Exchanges(t, n)
@@ -85,10 +93,12 @@ class TensorCuts:
         `resident`: all of the cache stays on the devices."""
         if not all(self._t.blocks_and_groups):
             return Answer(None)
-        todo, done, looked, proved = self.boxes, [], 0, True
+        todo, done, proved = self.boxes, [], True
+        looks = MOST_BOXES
         while todo:
             boxes, todo = todo[:WIDE], todo[WIDE:]
-            looked += len(boxes)
+            looks -= len(boxes)
+            self._effort.left -= len(boxes)
             low, high = (np.array(each) for each in zip(*boxes, strict=True))
             low, high, most = self._bounds(low, high, limit)
             possible, groups, blocks = self._fill(low, high, most, limit, resident)
@@ -107,7 +117,7 @@ class TensorCuts:
                 return Answer(self._cut(cuts, best))
             for i, (box, least) in enumerate(zip(boxes, low[possible], strict=True)):
                 pieces = []
-                if looked < MOST_BOXES:
+                if min(looks, self._effort.left) > 0:
                     gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
                     pieces = self._pieces(box, least, taken.parts[i], cuts.parts[i], gap, off[:, i])
                 todo += pieces
@@ -301,21 +311,16 @@ class TensorCuts:
         most = np.where(used, _of(taken, chosen), 0).astype(int)
         least = np.where(used, _of(self._ends(low, high)[0], chosen), 0)
         blocks = in_proportion(least, most, first)
-        for i, total in enumerate(grid.totals[1:2], 1):
-            # With as many units of the other total as can be, and blocks that are rounded to these.
-            bounds = (each[:, self._axes.blocks] for each in (low, high))
-            both = [grid.offsets(each) for each in bounds]
-            units = [grid.rounded(most, each)[i] for each in both]
-            enough = (units[0].sum(1) >= total)[:, None]
-            offset, units = (np.where(enough, *each) for each in ((both[0][i], both[1][i]), units))
-            ends = -(-(units * first - offset) // total)
-            more = np.maximum(np.maximum(ends, 0).sum(1) - first, 0)
-            units = in_proportion(0 * units, units, units.sum(1) - -(-more * total // first))
-            some = np.maximum(-(-(units * first - offset) // total), least)
-            ends = np.minimum(((units + 1) * first - 1 - offset) // total, most)
-            some = np.minimum(some, ends)
-            fits = (some.sum(1) <= first) & (ends.sum(1) >= first)
-            blocks = np.where(fits[:, None], in_proportion(some, ends, first), blocks)
+        for bounds in (high, low):  # with so many units of the next total, and blocks rounded to these
+            for i, total in enumerate(grid.totals[1:2], 1):
+                offset = grid.offsets(bounds[:, self._axes.blocks])
+                units = grid.rounded(most, offset)[i]
+                units = in_proportion(0 * units, units, np.minimum(units.sum(1), total))
+                some = np.maximum(-(-(units * first - offset[i]) // total), least)
+                ends = np.minimum(((units + 1) * first - 1 - offset[i]) // total, most)
+                some = np.minimum(some, ends)
+                fits = (some.sum(1) <= first) & (ends.sum(1) >= first) & (units.sum(1) == total)
+                blocks = np.where(fits[:, None], in_proportion(some, ends, first), blocks)
         return groups, grid.rounded(blocks, grid.offsets(low[:, self._axes.blocks]))
 
     def _evaluate(self, groups: np.ndarray, blocks: np.ndarray) -> _Evaluated:
