@@ -401,10 +401,10 @@ class Tables:
             self.ring["kv_group"][i] = slots * position * tail
             full = full_pages(options, shape.window)
             size = options.page * position
-            # As a budget takes them; of layers as large those that are read most first, so that
-            # no budget streams less than is told.
-            key = -full * size, -owners.count(i), full, size, self.follows["kv_group"][i]
-            key += (shape.window or 0,)
+            # In the order of a budget (`sharding.residency`); of layers alike those that are read
+            # most first, so that no budget streams less than is told.
+            key = -full * size, full, shape.kv_heads, -owners.count(i), size
+            key += self.follows["kv_group"][i], shape.window or 0
             if full:
                 kinds.setdefault(key, []).append(i)
         self.pages: list[Pages] = []
@@ -413,8 +413,8 @@ class Tables:
             self.of_kind[c, own] = 1.0
             window = int(key[-1]) or None
             live = [live_pages(options, stage.position, window) for stage in self.stages]
-            steps = [(x, s.rows * -key[1]) for x, s in zip(live, self.stages, strict=True)]
-            self.pages.append(Pages(int(key[2]), key[3], int(key[4]), slots, options, steps))
+            steps = [(x, s.rows * -key[3]) for x, s in zip(live, self.stages, strict=True)]
+            self.pages.append(Pages(int(key[1]), key[4], int(key[5]), slots, options, steps))
         self.copies = max(1, options.prefetch)
 
     def _compute(self) -> None:

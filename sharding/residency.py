@@ -72,13 +72,19 @@ class Residency:
 @dataclass(frozen=True)
 class _Slice:
     """One layer on one device: `cost` in units of the budget, `pages` a slot, `page_bytes` of all
-    slots, `layer_bytes` of the whole layer's full pages in one slot."""
+    slots, `layer_bytes` of the whole layer's full pages in one slot, `heads` of the whole layer."""
 
     layer: int
     cost: int
     pages: int
     page_bytes: int
     layer_bytes: int
+    heads: int
+
+    @property
+    def alike(self) -> tuple[int, int, int]:
+        """What layers alike have in common; in the order in which they are chosen."""
+        return -self.layer_bytes, self.pages, self.heads
 
     @property
     def bytes(self) -> int:
@@ -123,8 +129,8 @@ def _spread(slices: Sequence[_Slice], count: int) -> list[_Slice]:
     """`count` of a device's slices."""
     found: list[_Slice] = []
     # A layer with a window costs as much of a layer budget as one without, and saves little.
-    by_size = sorted(slices, key=lambda s: -s.layer_bytes)
-    for _, alike in groupby(by_size, key=lambda s: s.layer_bytes):
+    by_size = sorted(slices, key=lambda s: s.alike)
+    for _, alike in groupby(by_size, key=lambda s: s.alike):
         kind = list(alike)
         n = min(count - len(found), len(kind))
         found += [kind[(2 * i + 1) * len(kind) // (2 * n)] for i in range(n)]
@@ -225,7 +231,7 @@ def _slices(plan: Plan, context: Context) -> tuple[list[list[_Slice]], int]:
             start, stop = plan.layers[index].groups[device]
             page_bytes = plan.options.slots * plan.page_bytes(index, device)
             cost = (stop - start) * scale // units
-            found[device].append(_Slice(index, cost, pages, page_bytes, layer_bytes))
+            found[device].append(_Slice(index, cost, pages, page_bytes, layer_bytes, units))
     return found, scale
 
 
