@@ -8,8 +8,8 @@ the host thread. A request takes so many steps of two kinds, chunks of its promp
 Whether any cut keeps a limit of a request's seconds is found by branch and bound. A box has bounds
 of the chunk's seconds; of all terms of both kinds of steps but the heaviest of MLPs; of the
 thresholds by which layers with fewer units are rounded (`sharding.fit_units`); of how many devices
-take part in layers that some may have no part of; and says which host the devices are in, if they
-are in one. In a box the seconds of both steps are bounded, so for each option of groups that a
+take part in layers that some may have no part of; and of which host these are in, and all are in,
+if they are in one. In a box the seconds of both steps are bounded, so for each option of groups that a
 device may take, the blocks beside them are: by what is left of each step and of the request, and by
 the memory beside the groups' weights, rings and as much of their cache as must stay for the link to
 keep up. `sharding.fit_distribute` finds a cut that keeps these bounds, or that there is none. If
@@ -127,10 +127,13 @@ class TensorCuts:
         return Answer(None, proved)
 
     def _all(self) -> list[Box]:
-        """Boxes with all cuts, one a family."""
+        """Boxes with all cuts, one a place of their devices."""
         at, found = self._axes, []
-        for family in range(len(self._exchanges.devices)):
+        for place in self._exchanges.places:
             low, high = np.zeros(at.size), np.full(at.size, np.inf)
+            low[at.place] = high[at.place] = high[at.places] = place
+            if place < self._exchanges.several:
+                low[at.places] = place
             for s, terms in enumerate(self._terms):
                 mixers, mlps = terms.least(self._n)
                 low[at.mixers[s]], low[at.mlps[s]] = mixers, mlps[1:]
@@ -139,7 +142,6 @@ class TensorCuts:
             high[at.groups] = self._t.mixers.last_threshold
             high[at.blocks] = self._t.mlps.last_threshold
             low[at.sets], high[at.sets] = 1, self._n
-            low[at.family] = high[at.family] = family
             found.append((low, high))
         return found
 
@@ -147,7 +149,7 @@ class TensorCuts:
         """What follows for boxes from a limit of the request's seconds: least and most values, [N,
         axes], and most seconds of a step of each kind, [N, 2]."""
         at, x, low, high = self._axes, self._exchanges, low.copy(), high.copy()
-        family, sets = low[:, at.family].astype(int), low[:, at.sets].astype(int)
+        wires, set_wires, sets = self._wires(low, high)
         for (a, b), (levels, others) in at.implied.items():
             own = np.minimum(np.searchsorted(levels, low[:, a] / SLACK), len(levels) - 1)
             low[:, b] = np.maximum(low[:, b], others[own])
@@ -158,10 +160,9 @@ class TensorCuts:
             apart += 0.0 if self._first[s][0] else self._heaviest[s]
             alone = self._heaviest[s] + mlps.sum(1)
             least[:, s] = low[:, at.mixers[s]].sum(1) + np.maximum(alone, apart + self._together[s])
-            each = np.arange(len(x.set_least[0, 0]))
-            least[:, s] += self._terms[s].constant + x.least[family, s]
-            least[:, s] += x.set_least[family[:, None], s, each, sets].sum(1)
-            starts[:, s] = x.starts[s] + x.set_starts[s, each, sets].sum(1)
+            exchanges, programs = x.of_sets(set_wires, sets, s)
+            least[:, s] += self._terms[s].constant + x.least[wires, s] + exchanges.sum(1)
+            starts[:, s] = x.starts[s] + programs.sum(1)
         least = np.maximum(least, starts)
         least[:, 0] = low[:, CHUNK] = np.maximum(low[:, CHUNK], least[:, 0])
         most = (limit - least[:, ::-1] * self._count[::-1]) / self._count
@@ -174,6 +175,15 @@ class TensorCuts:
         for axis, total, lead in at.partial:
             self._partial(low, high, axis, total, lead)
         return low, high, most
+
+    def _wires(self, low: Floats, high: Floats) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What is known of where all devices and those of sets are, [N] and [N, sets], and the
+        fewest devices of sets, [N, sets]."""
+        at, x = self._axes, self._exchanges
+        sets = low[:, at.sets].astype(int)
+        wires = x.known(low[:, at.place], high[:, at.place])
+        places = x.known(low[:, at.places], high[:, at.places])
+        return wires, np.where(sets == self._n, wires[:, None], places), sets
 
     def _partial(self, low: Floats, high: Floats, axis: int, total: int, lead: int) -> None:
         """What follows where some devices with blocks have no unit of a total (bounded by `lead`),
@@ -249,18 +259,14 @@ class TensorCuts:
         where the device cannot have that."""
         at, options, grid = self._axes, self._options, self._t.mlps
         wide = (slice(None), None, None)
-        family = low[:, at.family].astype(int)
-        offsets = grid.offsets(low[:, at.blocks])
-        out = ~self._exchanges.devices[family][..., None] | self._out(low, high)
+        offsets, x = grid.offsets(low[:, at.blocks]), self._exchanges
+        out, (wires, *of_sets) = self._out(low, high), self._wires(low, high)
         left, all_of_them, limits = np.full((len(low), 1, 1), limit), 0.0, []
-        sets = low[:, at.sets].astype(int)
         for s, terms in enumerate(self._terms):
             own, least = terms.mixers[:, None], low[:, at.mixers[s]].T[..., None, None]
             longest = np.maximum(own, least).sum(0)
             out = out | (own > high[:, at.mixers[s]].T[..., None, None] * SLACK).any(0)
-            fixed = terms.constant + self._exchanges.least[family, s]
-            each = np.arange(sets.shape[1])
-            fixed = fixed + self._exchanges.set_least[family[:, None], s, each, sets].sum(1)
+            fixed = terms.constant + x.least[wires, s] + x.of_sets(*of_sets, s)[0].sum(1)
             room = (most[:, s] - fixed)[wide] - longest
             others = low[:, at.mlps[s]].sum(1)[wide]
             vectors = terms.vectors[:, None]
@@ -291,14 +297,21 @@ class TensorCuts:
         return least, np.minimum(most, grid.totals[0] - without)
 
     def _out(self, low: Floats, high: Floats) -> np.ndarray:
-        """Which options a device cannot have, for how groups are rounded or for a set of layers that
-        every device takes part in, [N, R, O]."""
-        at, options, grid = self._axes, self._options, self._t.mixers
+        """Which options a device cannot have, for how groups are rounded, for a set of layers that
+        every device takes part in, or for its host, [N, R, O]."""
+        at, options, grid, x = self._axes, self._options, self._t.mixers, self._exchanges
         least, most = (grid.offsets(each[:, at.groups])[1:, ..., None] for each in (low, high))
         up, rest = options.up[:, None, None], options.rest[:, None, None]
         out = np.where(up, rest + most < grid.totals[0], (rest + least >= grid.totals[0]) & (rest > 0))
         all_of_them = (low[:, at.sets] == self._n)[..., None] & ~options.takes
-        return out.any(0) | all_of_them.any(1)[:, None]
+        out = out.any(0) | all_of_them.any(1)[:, None]
+        if x.several == 1:
+            return out
+        for place, takes in zip(range(at.size)[at.places], options.takes, strict=True):
+            away = (high[:, place] < x.several) & (low[:, place] == high[:, place])
+            out = out | (away[:, None] & (x.hosts != high[:, place, None]))[..., None] & takes
+        away = high[:, at.place, None] < x.several
+        return out | (away & (x.hosts != high[:, at.place, None]))[..., None]
 
     def _give_out(
         self, taken: Floats, chosen: np.ndarray, low: Floats, high: Floats
@@ -338,7 +351,7 @@ class TensorCuts:
         ).reshape(-1, *groups.shape)
         sent, resident, fits = self._memory.sent(*units, takes)
         links = t.link_seconds(sent)
-        exchange, starts = self._exchanges.seconds(used, takes)
+        exchange, starts, places = self._exchanges.seconds(used, takes)
         parts = np.zeros((len(groups), at.size))
         compute = np.zeros_like(starts)
         for s, terms in enumerate(self._terms):
@@ -349,7 +362,7 @@ class TensorCuts:
         parts[:, CHUNK] = steps[0]
         parts[:, at.groups] = t.mixers.thresholds(groups)
         parts[:, at.blocks] = t.mlps.thresholds(blocks)
-        parts[:, at.sets] = takes.sum(2).T
+        parts[:, at.sets], parts[:, at.places] = takes.sum(2).T, places.T
         seconds = np.where((fits | ~used).all(1), self._count @ steps, np.inf)
         held = np.asarray((resident | ~used).all(1))
         return _Evaluated(groups, blocks, held, compute, links, starts, seconds, parts)
@@ -363,10 +376,8 @@ class TensorCuts:
         low, high = box
         at = self._axes
         worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
-        family, x = int(low[at.family]), self._exchanges
-        for c, axis in enumerate(range(at.size)[at.sets]):
-            own = x.set_least[family, :, c]
-            worth[axis] = parts[axis] <= high[axis] and self._count @ (own[:, int(parts[axis])] - own[:, int(low[axis])])
+        worth[at.sets], worth[at.places] = self._exchanged(box, parts)
+        worth = np.where(parts > high, 0.0, worth)
         axis = int(worth.argmax())
         if worth[axis] <= max(gap, 0.0):
             rounded = self._rounded(box, cut, off)
@@ -379,15 +390,31 @@ class TensorCuts:
                 steps = at.levels[axis]
                 step = min(int(np.searchsorted(steps, below)), len(steps) - 1)
                 below, above = steps[step - 1] if step else -1.0, steps[step]
-            elif at.sets.start <= axis < at.sets.stop:
+            elif at.sets.start <= axis < at.places.stop:
                 below, above = parts[axis] - 1, parts[axis]
+                if part > 0.5 and axis >= at.places.start:
+                    below, above = parts[axis], parts[axis] + 1
             if below >= low[axis]:
                 most = high.copy()
                 most[axis] = below
                 found.append((low, most))
             low = low.copy()
             low[axis] = max(above, low[axis])
-        return [*found, (low, high)]
+        return [*found, (low, high)] if low[axis] <= high[axis] else found
+
+    def _exchanged(self, box: Box, parts: Floats) -> tuple[Floats, Floats]:
+        """What exchanges of each set take in what was found in a box, more than with the fewest
+        devices, and more than in the place that is fastest for as many."""
+        (low, high), at, x = box, self._axes, self._exchanges
+        sets = np.minimum(parts[at.sets].astype(int), self._n)[None]
+        own = np.where(parts[at.places] < x.several, 0, 1)[None]
+        _, wires, fewest = self._wires(low[None], high[None])
+        seconds = [
+            [x.of_sets(*each, s)[0][0] for s in range(2)]
+            for each in ((wires, fewest), (wires, sets), (own, sets))
+        ]
+        least, place, cut = (self._count @ np.array(each) for each in seconds)
+        return place - least, cut - place
 
     def _rounded(self, box: Box, parts: Floats, off: np.ndarray) -> list[Box]:
         """The box in two, at the threshold by which most units of a cut are rounded otherwise, or
@@ -415,7 +442,8 @@ class TensorCuts:
 
 class _Axes:
     """Which of a box's bounds are of what: of each kind of step a slice of terms of mixers and of
-    MLPs but the heaviest, slices of thresholds of groups and blocks and of sets, and the family."""
+    MLPs but the heaviest, slices of thresholds of groups and of blocks, of how many devices sets
+    have and of where these are, and where all are."""
 
     def __init__(self, parts: TensorParts):
         t, self.size = parts.tables, 1
@@ -424,7 +452,8 @@ class _Axes:
         self.groups = self._next(len(t.mixers.totals) - 1)
         self.blocks = self._next(len(t.mlps.totals) - 1)
         self.sets = self._next(len(t.sets))
-        self.family = self.size
+        self.places = self._next(len(t.sets))
+        self.place = self.size
         self.size += 1
         # Of terms of mixers: all values there are.
         terms = {
