@@ -141,7 +141,8 @@ class TensorCuts:
                 high[axis] = levels[-1] * SLACK
             high[at.groups] = self._t.mixers.last_threshold
             high[at.blocks] = self._t.mlps.last_threshold
-            low[at.sets], high[at.sets] = 1, self._n
+            takes = self._options.takes.all(1)  # all options of any device
+            low[at.sets], high[at.sets] = np.where(takes, self._n, 1), self._n
             found.append((low, high))
         return found
 
@@ -378,6 +379,9 @@ class TensorCuts:
         worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
         worth[at.sets], worth[at.places] = self._exchanged(box, parts)
         worth = np.where(parts > high, 0.0, worth)
+        for axis in range(at.size)[at.places]:  # one of some hosts, and devices are in several
+            if low[axis] < high[axis] < parts[axis]:
+                return _halves(box, axis, high[axis])
         axis = int(worth.argmax())
         if worth[axis] <= max(gap, 0.0):
             rounded = self._rounded(box, cut, off)
@@ -429,9 +433,7 @@ class TensorCuts:
         edge = parts[axis]
         if not low[axis] < edge <= high[axis]:
             edge = low[axis] + 1 if edge == low[axis] else (low[axis] + high[axis] + 1) // 2
-        below, above = high.copy(), low.copy()
-        below[axis], above[axis] = edge - 1, edge
-        return [(low, below), (above, high)]
+        return _halves(box, axis, edge)
 
     def _cut(self, cuts: _Evaluated, i: int) -> Cut:
         shares = tuple(map(int, cuts.blocks[i])), tuple(map(int, cuts.groups[i]))
@@ -500,6 +502,13 @@ class _Evaluated(NamedTuple):
     starts: Floats
     seconds: Floats
     parts: Floats
+
+
+def _halves(box: Box, axis: int, edge: float) -> list[Box]:
+    """A box in two, below a whole number and from there on."""
+    below, above = box[1].copy(), box[0].copy()
+    below[axis], above[axis] = edge - 1, edge
+    return [(box[0], below), (above, box[1])]
 
 
 def _of(values: Floats, chosen: np.ndarray) -> Floats:

@@ -1,0 +1,96 @@
+"""Small models whose layers are not alike, and large ones of well-known shapes, for tests of fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sharding_models import tensors
+
+from sharding import LayerShape, ModelShape, TensorShape
+
+Model = tuple[ModelShape, list[TensorShape]]
+GROUPS, BLOCKS = 4, 5
+PLAIN = LayerShape(GROUPS, 2, 64, 64, BLOCKS * 32)
+WINDOW = replace(PLAIN, window=128)
+WIDE = replace(PLAIN, kv_heads=2, q_per_kv=4, k_dim=128, v_dim=128)
+THREE = replace(PLAIN, kv_heads=3)
+RECURRENT = replace(PLAIN, kv_heads=0, states=8, state_bytes=1 << 15, state_work=1 << 10)
+UNEVEN = replace(RECURRENT, states=6)
+MIXTURE = replace(PLAIN, mlp=2 * 32, experts=8, experts_used=2)
+BESIDE = replace(MIXTURE, shared_mlp=3 * 32)
+SMALL = {
+    "windows": (WINDOW, WINDOW, WINDOW, PLAIN),
+    "heads": (WIDE, WINDOW, THREE, PLAIN),
+    "dense, then mixtures": (PLAIN, MIXTURE, MIXTURE, MIXTURE),
+    "dense, then mixtures with an MLP beside": (PLAIN, BESIDE, BESIDE, BESIDE),
+    "hybrid": (UNEVEN, UNEVEN, RECURRENT, PLAIN),
+    "parts in layers of their own": (
+        replace(PLAIN, mlp=0),
+        replace(PLAIN, kv_heads=0),
+        replace(RECURRENT, mlp=0),
+        replace(PLAIN, kv_heads=0),
+    ),
+    "four kinds": (WINDOW, replace(WIDE, mlp=3 * 32), MIXTURE, RECURRENT),
+}
+
+
+def small(name: str) -> Model:
+    """One of `SMALL`."""
+    shape = ModelShape(SMALL[name], BLOCKS * 64, 256, name)
+    return shape, tensors_of(shape, 4)
+
+
+def gemma3(layers: int = 64) -> Model:
+    """Sizes of a model of 27B whose layers have windows, five of six."""
+    full = LayerShape(16, 2, 128, 128, 21504)
+    window = replace(full, window=1024)
+    return _large((window, window, window, window, window, full), layers, 262208, 5376)
+
+
+def qwen3_next(layers: int = 64) -> Model:
+    """Recurrent layers, three of four, and mixtures with an MLP beside; fewer experts than 512."""
+    sizes = dict(experts=128, experts_used=10, shared_mlp=512)
+    full = LayerShape(2, 8, 256, 256, 512, gated_q=True, **sizes)  # type: ignore[arg-type]
+    states = dict(states=16, state_bytes=2 * 128 * 128 * 4, state_work=4 * 128 * 10)
+    recurrent = replace(full, kv_heads=0, **states)
+    return _large((recurrent, recurrent, recurrent, full), layers, 151936, 2048)
+
+
+def deepseek(layers: int = 64) -> Model:
+    """Three dense layers, then mixtures with an MLP beside, over one latent head."""
+    dense = LayerShape(1, 16, 576, 512, 10944, k_only=True)
+    mixture = replace(dense, mlp=1408, experts=64, experts_used=6, shared_mlp=2816)
+    return _large((dense,) * 3 + (mixture,) * (layers - 3), layers, 102400, 2048)
+
+
+def _large(kinds: tuple[LayerShape, ...], layers: int, vocab: int, embed: int) -> Model:
+    shape = ModelShape(tuple(kinds[i % len(kinds)] for i in range(layers)), vocab, embed)
+    return shape, tensors_of(shape, 2)
+
+
+def tensors_of(shape: ModelShape, itemsize: int) -> list[TensorShape]:
+    """Those of every layer that has their part; of mixtures and recurrent layers with their own."""
+    found: list[TensorShape] = []
+    for tensor in tensors(shape):
+        layer = None if tensor.layer is None else shape.layers[tensor.layer]
+        sizes = dict(zip(tensor.axes, tensor.shape, strict=True))
+        if layer is not None and "mlp" in sizes and layer.experts:
+            sizes = {"expert": layer.experts} | sizes
+        if layer is not None and "kv_group" in sizes and layer.states:
+            own = {"kv_group": ("state_group", layer.states), "head_rows": ("head_rows", 64)}
+            sizes = dict(own.get(axis, (axis, n)) for axis, n in sizes.items())
+        if all(sizes.values()):
+            axes, dims = tuple(sizes), tuple(sizes.values())
+            found.append(replace(tensor, axes=axes, shape=dims, itemsize=itemsize))
+    for i, layer in enumerate(shape.layers):
+        embed, beside = shape.embed, layer.shared_mlp
+        if layer.experts:
+            axes = "expert", "embed"
+            found.append(TensorShape(f"blk.{i}.router", (layer.experts, embed), axes, i, itemsize))
+        for name, dims, axes in (
+            ("beside_up", (2, beside, embed), ("pair", "shared_mlp", "embed")),
+            ("beside_down", (embed, beside), ("embed", "shared_mlp")),
+        ):
+            if beside:
+                found.append(TensorShape(f"blk.{i}.{name}", dims, axes, i, itemsize))
+    return found
