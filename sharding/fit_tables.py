@@ -322,8 +322,9 @@ class Tables:
         own["kv_group"] += heads * np.array((cache, scores))
         own["state_group"][0] += states * kept
         own["mlp"] += touched * own["expert"]
-        mixers = self._work(own["whole"], self.mixers, FOLLOWED[:2], own)
-        mlps = self._work(np.zeros_like(own["whole"]), self.mlps, FOLLOWED[2:], own)
+        everywhere = np.full_like(self.set_of, -1)  # who has no column of an MLP takes no time
+        mixers = self._work(self.set_of, own["whole"], self.mixers, FOLLOWED[:2], own)
+        mlps = self._work(everywhere, 0 * own["whole"], self.mlps, FOLLOWED[2:], own)
         folds = [
             groups_of(len(live_pages(options, position, s.window)), options.group_pages)
             if s.kv_heads
@@ -335,13 +336,18 @@ class Tables:
         return Stage(*steps, attn, mlp, mixers, mlps, head, vectors, payload, np.array(folds))
 
     def _work(
-        self, whole: Floats, grid: Grid, names: tuple[str, ...], own: dict[str, Floats]
+        self,
+        sets: np.ndarray,
+        whole: Floats,
+        grid: Grid,
+        names: tuple[str, ...],
+        own: dict[str, Floats],
     ) -> Work:
         layers = np.arange(whole.shape[1])
         units = np.zeros((len(layers), len(grid.totals), 2))
         for name in names:
             units[layers, self.follows[name]] += own[name].T
-        return Work.of(self.set_of, whole.T, units)
+        return Work.of(sets, whole.T, units)
 
     @property
     def blocks_and_groups(self) -> tuple[int, int]:

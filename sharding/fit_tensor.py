@@ -118,8 +118,7 @@ class TensorCuts:
             for i, (box, least) in enumerate(zip(boxes, low[possible], strict=True)):
                 pieces = []
                 if min(looks, self._effort.left) > 0:
-                    gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
-                    pieces = self._pieces(box, least, taken.parts[i], cuts.parts[i], gap, off[:, i])
+                    pieces = self._pieces(box, least, taken, cuts, off[:, i], i)
                 todo += pieces
                 done += [] if pieces else [box]
                 proved &= bool(pieces)
@@ -369,15 +368,18 @@ class TensorCuts:
         return _Evaluated(groups, blocks, held, compute, links, starts, seconds, parts)
 
     def _pieces(
-        self, box: Box, least: Floats, parts: Floats, cut: Floats, gap: float, off: np.ndarray
+        self, box: Box, least: Floats, taken: _Evaluated, cuts: _Evaluated, off: np.ndarray, i: int
     ) -> list[Box]:
         """The box in pieces, at thirds of the way from a least value to what was found in it, that
         which is worth most of the request, or by how units are rounded where that makes a larger
-        `gap` between what was found and the `cut`; none where nothing is left to cut the box by."""
+        gap between what was found and the cut; none where nothing is left to cut the box by."""
+        gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
+        parts, cut = taken.parts[i], cuts.parts[i]
+        late = taken.starts[:, i] > np.maximum(taken.compute[:, i], taken.links[:, i].max(1))
         low, high = box
         at = self._axes
         worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
-        worth[at.sets], worth[at.places] = self._exchanged(box, parts)
+        worth[at.sets], worth[at.places] = self._exchanged(box, parts, late)
         worth = np.where(parts > high, 0.0, worth)
         for axis in range(at.size)[at.places]:  # one of some hosts, and devices are in several
             if low[axis] < high[axis] < parts[axis]:
@@ -406,15 +408,16 @@ class TensorCuts:
             low[axis] = max(above, low[axis])
         return [*found, (low, high)] if low[axis] <= high[axis] else found
 
-    def _exchanged(self, box: Box, parts: Floats) -> tuple[Floats, Floats]:
-        """What exchanges of each set take in what was found in a box, more than with the fewest
-        devices, and more than in the place that is fastest for as many."""
+    def _exchanged(self, box: Box, parts: Floats, late: np.ndarray) -> tuple[Floats, Floats]:
+        """What exchanges of each set, or programs where the host thread is `late` [2], take in what
+        was found in a box, more than with the fewest devices, and more than in the place that is
+        fastest for as many."""
         (low, high), at, x = box, self._axes, self._exchanges
         sets = np.minimum(parts[at.sets].astype(int), self._n)[None]
         own = np.where(parts[at.places] < x.several, 0, 1)[None]
         _, wires, fewest = self._wires(low[None], high[None])
         seconds = [
-            [x.of_sets(*each, s)[0][0] for s in range(2)]
+            [x.of_sets(*each, s)[int(late[s])][0] for s in range(2)]
             for each in ((wires, fewest), (wires, sets), (own, sets))
         ]
         least, place, cut = (self._count @ np.array(each) for each in seconds)
