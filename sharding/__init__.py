@@ -16,8 +16,10 @@ and no jax.
     fabric.py     wires between devices               machine.py    a machine from a file
     cost.py       the time of a step                  fit.py        the fastest plan that fits
     fit_search.py, fit_kinds.py, fit_ties.py      its search, and the choice between equals
-    fit_layers.py, fit_tensor.py, fit_distribute.py  the fastest cuts
-    fit_tables.py, fit_memory.py, fit_report.py   their seconds and bytes, and its report
+    fit_layers.py, fit_tensor.py, fit_boxes.py, fit_distribute.py  the fastest cuts
+    fit_tables.py, fit_probe.py, fit_units.py     layers by kinds, and how units are rounded
+    fit_terms.py, fit_exchanges.py                their seconds
+    fit_memory.py, fit_cache.py, fit_report.py    their bytes, and its report
 """
 
 from sharding.axes import AXES, Axis, axis

@@ -5,8 +5,9 @@ A way is a kind of cut (everything on one device, whole layers, every layer over
 with a cache type, chunk size and depth of prefetch that are allowed. `sharding.fit_layers` and
 `sharding.fit_tensor` tell whether any cut of a way keeps a limit of the request's seconds; both are
 exact over whole layers, KV groups and MLP blocks, for links that work under computation. Where a
-search ends without a proof, a fit says by how much a plan may be faster. `sharding.fit_search` finds the fastest cut with them, and makes plans, which the
-cost model compares. Of plans that are nearly as fast, `sharding.fit_ties` takes the simplest.
+search ends without a proof, a fit says by how much a plan may be faster. `sharding.fit_search`
+finds the fastest cut with them, and makes plans, which the cost model compares. Of plans that are
+nearly as fast, `sharding.fit_ties` takes the simplest.
 
 Not considered: replicated KV heads, dithered rounding, and attention shares finer than the KV
 groups of the layers that have most. docs/fit.md says what they could win.

@@ -43,7 +43,9 @@ class Pages:
         # Bytes that a step of each kind reads, and of them those of so many groups that stay.
         self.live = [times * len(live) * size for live, times in steps]
         stay = [[resident_pages(live, int(n), full) for n in kept] for live, _ in steps]
-        self.stay = [times * size * np.array(own) for own, (_, times) in zip(stay, steps, strict=True)]
+        self.stay = [
+            times * size * np.array(own) for own, (_, times) in zip(stay, steps, strict=True)
+        ]
 
 
 class Cache:

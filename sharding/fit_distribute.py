@@ -23,9 +23,7 @@ class Sums:
         index = np.ravel_multi_index(tuple(np.maximum(left, 0).transpose(2, 0, 1)), self._sizes)
         self._before = np.where((left >= 0).all(2), index, len(self.states))  # S: none, [S, O]
 
-    def best(
-        self, worth: Floats, ends: np.ndarray, least: Floats
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def best(self, worth: Floats, ends: np.ndarray, least: Floats) -> tuple[np.ndarray, np.ndarray]:
         """In which boxes sums that may be `ends` [N, S] are worth `least` [N] at least, [N], and
         the options that are worth most, -1 for no part, [boxes in which they are, R]; `worth` is
         [N, R, O]."""

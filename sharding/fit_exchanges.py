@@ -1,4 +1,4 @@
-"""Exchanges and programs of a step where every layer is cut, by the devices that take part in it."""
+"""Exchanges and programs of a step where every layer is cut, by the devices of each layer."""
 
 from __future__ import annotations
 

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from sharding.cost import CostModel
 from sharding.fit_layers import LayerCuts
-from sharding.fit_tables import Cut, Probe, Tables, Workload
-from sharding.fit_tensor import Answer, Effort, TensorCuts, TensorParts
+from sharding.fit_probe import Probe
+from sharding.fit_tables import Cut, Tables, Workload
+from sharding.fit_tensor import Answer, TensorCuts
+from sharding.fit_terms import Effort, TensorParts
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions, SplitMode
 from sharding.plan import make_plan

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from sharding.fit_cache import Cache
-from sharding.fit_tables import FOLLOWED, Cut, Floats, Stage, Tables
+from sharding.fit_probe import FOLLOWED
+from sharding.fit_tables import Cut, Floats, Stage, Tables
 
 CLOSE = 4e-6  # a cut keeps a limit to this part
 SLACK = 1 + 1e-9  # of comparisons of seconds
@@ -255,7 +256,12 @@ class LayerCuts:
                             one = float(sums[0, j]), float(sums[1, j]), (*stops, key[1])
                             found.setdefault(key, []).append(one)
             fronts = {key: _no_worse(front) for key, front in found.items()}
-        ends = [one for key, front in fronts.items() if key[0] in spans and key[1] == end for one in front]
+        ends = [
+            one
+            for key, front in fronts.items()
+            if key[0] in spans and key[1] == end
+            for one in front
+        ]
         return min(ends, key=lambda one: self._count @ one[:2])[2] if ends else None
 
     def _sums(self, stops: Stops) -> Floats:

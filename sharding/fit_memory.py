@@ -11,7 +11,8 @@ from copy import copy
 import numpy as np
 
 from sharding.fit_cache import Cache
-from sharding.fit_tables import FOLLOWED, Floats, Tables
+from sharding.fit_probe import FOLLOWED
+from sharding.fit_tables import Floats, Tables
 from sharding.fit_units import Ints, Options
 
 MOST_SECONDS = 1e6  # of a step; a link may take any
@@ -25,8 +26,9 @@ class TensorMemory:
         t = self._t = tables
         weights = {name: own[0] for name, own in t.parts.items()}
         weights["mlp"] = weights["mlp"] + weights["expert"]
-        self._group = sum(t.each(name, weights[name] + t.ring[name]) for name in MIXERS).sum(0)
-        self._block = sum(t.each(name, weights[name]) for name in MLPS).sum(0)
+        group, block = ([t.each(name, weights[name]) for name in names] for names in (MIXERS, MLPS))
+        group += [t.each(name, t.ring[name]) for name in MIXERS]
+        self._group, self._block = (np.sum(each, axis=(0, 1)) for each in (group, block))
         self._block += t.vocab * self._first  # bytes a group and a block of each total
         whole = weights["whole"]  # on every device of a layer
         self._sets = np.array([whole[t.set_of == i].sum() for i in range(len(t.sets))])
@@ -35,12 +37,13 @@ class TensorMemory:
         self._left = self._room(options.groups[:, None], options.takes[:, None], t.cap[:, None])
         self._beside = [np.tensordot(a, options.groups, 1) + c for a, _, c in self._widest]
         self._cache = self._pages(options.groups)
+        self._residuals = 0.0
 
     def over(self, n: int) -> TensorMemory:
         """When so many devices take part."""
         found = copy(self)
-        found._left = self._left - (4 + min(3, n)) * self._t.residual
         found._residuals = (4 + min(3, n)) * self._t.residual
+        found._left = self._left - found._residuals
         return found
 
     @property

@@ -110,8 +110,9 @@ def to_html(fit: Fit) -> str:
 
     body = "".join(row((*_row(one), _verdict(fit, one)), "td") for one in fit.considered)
     chosen = html.escape(command_options(fit.plan.options))
+    title = html.escape("; ".join([_title(fit), *_unproved(fit)]))
     return (
-        f"<p>{html.escape('; '.join([_title(fit), *_unproved(fit)]))}</p><table><thead>{row((*_HEADER, ''), 'th')}</thead>"
+        f"<p>{title}</p><table><thead>{row((*_HEADER, ''), 'th')}</thead>"
         f"<tbody>{body}</tbody></table><p>options: <code>{chosen}</code></p>"
     )
 

@@ -21,6 +21,7 @@ UBATCHES = (128, 256, 512, 1024, 2048)
 PREFETCHES = (4, 2)
 CLOSE = 1e-5  # the fastest cut of all is found to this part
 ROUGHLY = 0.05  # and that of every other kind to this part
+PARTS = 1 - 2 * CLOSE, 0.999, 0.99, 0.97, 0.9, 0.75, 0.5  # of which one is proved in any case
 DEFAULT = PlanOptions()
 
 Tell = Callable[[str, int, int], None]  # what is looked at, how many steps are done, of how many
@@ -198,9 +199,16 @@ class Search:
     def missed(self, seconds: float) -> float:
         """By which part a plan may be faster than one that takes so many, for all that `run` has
         proved; 0 where that is no more than what searches and predictions are rounded by."""
-        proved = min(way.proved for ways in self.ways for way in ways)
-        part = 1 - proved / seconds
-        return part if part > 2 * CLOSE else 0.0
+        ways, least = [way for ways in self.ways for way in ways], seconds
+        for part in PARTS:
+            least = min(least, seconds * part)
+            for way in ways:
+                if way.proved < least:
+                    way.beats(least)
+            ways = [way for way in ways if way.proved < least]
+            if not ways:
+                return 1 - part if part < PARTS[0] else 0.0
+        return 1.0
 
     def fits(self) -> bool:
         """Whether any plan does."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from sharding.fit_memory import TensorMemory
 from sharding.fit_tables import Floats, Stage, Tables, Work
 from sharding.fit_units import Ints, Options
 
 MOST_TERMS = 4  # of mixers, and of MLPs
 TINY = 1e-30
+ALL_STEPS = 4e9  # of a search's dynamic programs; ten seconds or so
 
 
 class _Kinds:
@@ -32,8 +34,8 @@ class _Kinds:
     @property
     def one_total(self) -> list[bool]:
         """Whether all of a term follows one total."""
-        some = (self._units > 0).any(2)
-        return [bool(some[term].any(0).sum() <= 1) for term in self.terms]
+        totals = [self._units[term].any((0, 2)) for term in self.terms]
+        return [int(each.sum()) <= 1 for each in totals]
 
     def seconds(self, units: Ints, takes: np.ndarray) -> Floats:
         """Of the layers of each kind, [K, ...], for units [U, ...] in sets of layers [sets, ...];
@@ -132,3 +134,19 @@ def _evenly(seconds: Floats, n: int) -> float:
     """What the n fastest take together for what takes each of them so many seconds."""
     fastest = np.sort(seconds)[:n]
     return float(1 / (1 / fastest).sum()) if fastest.all() else 0.0
+
+
+class Effort:
+    """How many steps a search may still take before it gives up proofs."""
+
+    left = ALL_STEPS
+
+
+class TensorParts:
+    """What cuts of one set of tables have in common over any number of devices."""
+
+    def __init__(self, tables: Tables, effort: Effort):
+        self.tables, self.effort = tables, effort
+        self.options = Options(tables.mixers, tables.mlps, tables.sets)
+        self.memory = TensorMemory(tables, self.options)
+        self.terms = [Terms(stage, tables, self.options) for stage in tables.stages]

@@ -71,7 +71,6 @@ class Grid:
         totals = np.array(self.totals).reshape(-1, *[1] * primary.ndim)
         return (primary * totals + offsets) // self.totals[0]
 
-
     def most(self, limits: Sequence[tuple[Floats, Floats]], offsets: Ints) -> Floats:
         """The most primary units that keep all limits, under offsets [U, ...]; negative where none
         do. A limit is a room and what a unit of each total takes of it, [U, ...]; all broadcast."""
@@ -125,7 +124,10 @@ class Options:
     def __init__(self, mixers: Grid, mlps: Grid, sets: Sequence[LayerSet]):
         most = mixers.totals[0]
         none = (False,) * len(mlps.totals)
-        self.patterns = [none, *((True, *some) for some in product((False, True), repeat=len(none) - 1))]
+        self.patterns = [
+            none,
+            *((True, *some) for some in product((False, True), repeat=len(none) - 1)),
+        ]
         rows: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], list[int]] = {}
         for primary in range(most + 1):
             both = [divmod(primary * total, most) for total in mixers.totals[1:]]
@@ -142,19 +144,25 @@ class Options:
         self.up = np.array(ups, bool).reshape(len(rows), -1).T
         others = np.array(mixers.totals[1:], int)[:, None]
         self.rest = self.groups[0] * others % most
-        self.allowed = np.array([[i in own for own in rows.values()] for i in range(len(self.patterns))])
+        self.allowed = np.array(
+            [[i in own for own in rows.values()] for i in range(len(self.patterns))]
+        )
         self.takes = np.array(taking, bool).reshape(len(rows), -1).T
 
     def bounds(self, grid: Grid, least: Ints, most: Ints) -> tuple[Ints, Ints]:
-        """The fewest and the most primary blocks of each option under offsets between two, [U, ...]:
-        [..., O]."""
+        """The fewest and the most primary blocks of each option under offsets between two,
+        [U, ...]: [..., O]."""
         first, totals = grid.totals[0], np.array(grid.totals).reshape(-1, *[1] * (least.ndim - 1))
         some, none = ((first - 1 - own) // totals for own in (most, least))  # at most, of no unit
         fewest = np.full((*least.shape[1:], len(self.allowed.T)), first + 1)
         largest = np.full_like(fewest, -1)
         for pattern, allowed in zip(self.patterns, self.allowed, strict=True):
-            low = np.max([s + 1 if has else 0 * s for s, has in zip(some, pattern, strict=True)], axis=0)
-            high = np.min([0 * n + first if has else n for n, has in zip(none, pattern, strict=True)], axis=0)
+            low = np.max(
+                [s + 1 if has else 0 * s for s, has in zip(some, pattern, strict=True)], axis=0
+            )
+            high = np.min(
+                [0 * n + first if has else n for n, has in zip(none, pattern, strict=True)], axis=0
+            )
             fewest = np.where(allowed, np.minimum(fewest, low[..., None]), fewest)
             largest = np.where(allowed, np.maximum(largest, high[..., None]), largest)
         return fewest, largest

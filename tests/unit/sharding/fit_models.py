@@ -1,4 +1,4 @@
-"""Small models whose layers are not alike, and large ones of well-known shapes, for tests of fits."""
+"""Models whose layers are not alike, small ones and some of well-known shapes."""
 
 from __future__ import annotations
 

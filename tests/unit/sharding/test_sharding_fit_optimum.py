@@ -175,7 +175,10 @@ def shortest_and_simplest(model: Model, mesh: Mesh, loads: tuple[Workload, ...])
 def test_no_plan_is_faster_and_none_as_fast_is_simpler(
     seed: int, devices: int, dispatch_us: float, change: Callable[..., Any] | None
 ):
-    mesh, model = unlike(seed, devices, dispatch_us, (SMALL, tensors(SMALL))), (SMALL, tensors(SMALL))
+    mesh, model = (
+        unlike(seed, devices, dispatch_us, (SMALL, tensors(SMALL))),
+        (SMALL, tensors(SMALL)),
+    )
     shortest_and_simplest(model if change is None else change(*model), mesh, LOADS)
 
 

@@ -1,0 +1,255 @@
+"""Boxes of cuts of every layer, by bounds of what a cut has; see `sharding.fit_tensor`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sharding.fit_exchanges import Exchanges
+from sharding.fit_tables import Floats
+from sharding.fit_terms import TensorParts
+
+SLACK = 1 + 1e-9  # of comparisons of seconds
+TINY = 1e-30
+CHUNK = 0  # the first of a box's bounds
+Box = tuple[Floats, Floats]  # least and most
+
+
+class Evaluated(NamedTuple):
+    """Some cuts: groups and blocks, [N, R]; whether all cache stays, [N]; seconds of computing,
+    of links and of the host thread, [2, N] and [2, N, R], and of the request, [N], infinite where a
+    cut does not fit; and that of which boxes have bounds, [N, axes]."""
+
+    groups: np.ndarray
+    blocks: np.ndarray
+    resident: np.ndarray
+    compute: Floats
+    links: Floats
+    starts: Floats
+    seconds: Floats
+    parts: Floats
+
+
+class Boxes:
+    """Those of cuts over `n` devices: which there are, what follows in each from a limit, and how
+    one is cut."""
+
+    def __init__(self, parts: TensorParts, n: int):
+        t = self._t = parts.tables
+        self._n, self._options, self._terms = n, parts.options, parts.terms
+        self.exchanges = Exchanges(t, n)
+        self.axes = Axes(parts)
+        self._count = np.array([stage.count for stage in t.stages])
+        # Of the terms of MLPs that follow the first total alone: which these are, and together.
+        self._first = [(each.mlps[:, :, 1:] == 0).all((1, 2, 3)) for each in parts.terms]
+        both = list(zip(parts.terms, self._first, strict=True))
+        self._together = [each.least_of(each.mlps[own].sum(0), n) for each, own in both]
+        self._heaviest = [each.least(n)[1][0] for each in parts.terms]
+
+    def all(self) -> list[Box]:
+        """Boxes with all cuts, one a place of their devices."""
+        at, found = self.axes, []
+        for place in self.exchanges.places:
+            low, high = np.zeros(at.size), np.full(at.size, np.inf)
+            low[at.place] = high[at.place] = high[at.places] = place
+            if place < self.exchanges.several:
+                low[at.places] = place
+            for s, terms in enumerate(self._terms):
+                mixers, mlps = terms.least(self._n)
+                low[at.mixers[s]], low[at.mlps[s]] = mixers, mlps[1:]
+            for axis, levels in at.levels.items():
+                high[axis] = levels[-1] * SLACK
+            high[at.groups] = self._t.mixers.last_threshold
+            high[at.blocks] = self._t.mlps.last_threshold
+            takes = self._options.takes.all(1)  # all options of any device
+            low[at.sets], high[at.sets] = np.where(takes, self._n, 1), self._n
+            found.append((low, high))
+        return found
+
+    def bounds(self, low: Floats, high: Floats, limit: float) -> tuple[Floats, Floats, Floats]:
+        """What follows for boxes from a limit of the request's seconds: least and most values, [N,
+        axes], and most seconds of a step of each kind, [N, 2]."""
+        at, x, low, high = self.axes, self.exchanges, low.copy(), high.copy()
+        wires, set_wires, sets = self.wires(low, high)
+        for (a, b), (levels, others) in at.implied.items():
+            own = np.minimum(np.searchsorted(levels, low[:, a] / SLACK), len(levels) - 1)
+            low[:, b] = np.maximum(low[:, b], others[own])
+        least, starts = np.empty((2, len(low), 2))
+        for s in range(2):
+            mlps = low[:, at.mlps[s]]
+            apart = mlps[:, ~self._first[s][1:]].sum(1)
+            apart += 0.0 if self._first[s][0] else self._heaviest[s]
+            alone = self._heaviest[s] + mlps.sum(1)
+            least[:, s] = low[:, at.mixers[s]].sum(1) + np.maximum(alone, apart + self._together[s])
+            exchanges, programs = x.of_sets(set_wires, sets, s)
+            least[:, s] += self._terms[s].constant + x.least[wires, s] + exchanges.sum(1)
+            starts[:, s] = x.starts[s] + programs.sum(1)
+        least = np.maximum(least, starts)
+        least[:, 0] = low[:, CHUNK] = np.maximum(low[:, CHUNK], least[:, 0])
+        most = (limit - least[:, ::-1] * self._count[::-1]) / self._count
+        most[:, 0] = np.minimum(most[:, 0], high[:, CHUNK])
+        for c in range(sets.shape[1]):
+            for s in range(2):
+                left = most[:, s] * SLACK - starts[:, s] + x.set_starts[s, c, sets[:, c]]
+                devices = np.searchsorted(x.set_starts[s, c] * (1 - 1e-12), left, "right") - 1
+                high[:, at.sets][:, c] = np.minimum(high[:, at.sets][:, c], devices)
+        for axis, total, lead in at.partial:
+            self._partial(low, high, axis, total, lead)
+        return low, high, most
+
+    def wires(self, low: Floats, high: Floats) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What is known of where all devices and those of sets are, [N] and [N, sets], and the
+        fewest devices of sets, [N, sets]."""
+        at, x = self.axes, self.exchanges
+        sets = low[:, at.sets].astype(int)
+        wires = x.known(low[:, at.place], high[:, at.place])
+        places = x.known(low[:, at.places], high[:, at.places])
+        return wires, np.where(sets == self._n, wires[:, None], places), sets
+
+    def pieces(
+        self, box: Box, least: Floats, taken: Evaluated, cuts: Evaluated, off: np.ndarray, i: int
+    ) -> list[Box]:
+        """The box in pieces, at thirds of the way from a least value to what was found in it, that
+        which is worth most of the request, or by how units are rounded where that makes a larger
+        gap between what was found and the cut; none where nothing is left to cut the box by."""
+        gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
+        parts, cut = taken.parts[i], cuts.parts[i]
+        late = taken.starts[:, i] > np.maximum(taken.compute[:, i], taken.links[:, i].max(1))
+        low, high = box
+        at = self.axes
+        worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
+        worth[at.sets], worth[at.places] = self._exchanged(box, parts, late)
+        worth = np.where(parts > high, 0.0, worth)
+        for axis in range(at.size)[at.places]:  # one of some hosts, and devices are in several
+            if low[axis] < high[axis] < parts[axis]:
+                return _halves(box, axis, high[axis])
+        axis = int(worth.argmax())
+        if worth[axis] <= max(gap, 0.0):
+            rounded = self._rounded(box, cut, off)
+            if rounded or worth[axis] <= 0:
+                return rounded
+        found = []
+        for part in (1 / 3, 2 / 3):
+            below = above = least[axis] + part * (parts[axis] - least[axis])
+            if axis in at.levels:
+                steps = at.levels[axis]
+                step = min(int(np.searchsorted(steps, below)), len(steps) - 1)
+                below, above = steps[step - 1] if step else -1.0, steps[step]
+            elif at.sets.start <= axis < at.places.stop:
+                below, above = parts[axis] - 1, parts[axis]
+                if part > 0.5 and axis >= at.places.start:
+                    below, above = parts[axis], parts[axis] + 1
+            if below >= low[axis]:
+                most = high.copy()
+                most[axis] = below
+                found.append((low, most))
+            low = low.copy()
+            low[axis] = max(above, low[axis])
+        return [*found, (low, high)] if low[axis] <= high[axis] else found
+
+    def _exchanged(self, box: Box, parts: Floats, late: np.ndarray) -> tuple[Floats, Floats]:
+        """What exchanges of each set, or programs where the host thread is `late` [2], take in what
+        was found in a box, more than with the fewest devices, and more than in the place that is
+        fastest for as many."""
+        (low, high), at, x = box, self.axes, self.exchanges
+        sets = np.minimum(parts[at.sets].astype(int), self._n)[None]
+        own = np.where(parts[at.places] < x.several, 0, 1)[None]
+        _, wires, fewest = self.wires(low[None], high[None])
+        seconds = [
+            [x.of_sets(*each, s)[int(late[s])][0] for s in range(2)]
+            for each in ((wires, fewest), (wires, sets), (own, sets))
+        ]
+        least, place, cut = (self._count @ np.array(each) for each in seconds)
+        return place - least, cut - place
+
+    def _rounded(self, box: Box, parts: Floats, off: np.ndarray) -> list[Box]:
+        """The box in two, at the threshold by which most units of a cut are rounded otherwise, or
+        in the middle of its bounds; none where there is one threshold."""
+        at, (low, high) = self.axes, box
+        axes = [*range(at.size)[at.groups], *range(at.size)[at.blocks]]
+        wide = [(n, high[axis] - low[axis], axis) for n, axis in zip(off, axes, strict=True)]
+        wide = [each for each in wide if each[1] > 0]
+        if not wide:
+            return []
+        axis = max(wide)[2]
+        edge = parts[axis]
+        if not low[axis] < edge <= high[axis]:
+            edge = low[axis] + 1 if edge == low[axis] else (low[axis] + high[axis] + 1) // 2
+        return _halves(box, axis, edge)
+
+    def _partial(self, low: Floats, high: Floats, axis: int, total: int, lead: int) -> None:
+        """What follows where some devices with blocks have no unit of a total (bounded by `lead`),
+        and so no part in a set (bounded by `axis`): each quota of theirs is one that others are
+        rounded up by, by the same threshold that rounds theirs down."""
+        first, devices = self._t.mlps.totals[0], len(self._t.cap)
+        takes = np.maximum(high[:, axis], 1)
+        some = takes < self._n
+        low[:, axis] = np.maximum(low[:, axis], -(-self._n * total // first))
+        offset = np.ceil((self._n - takes) * total / takes)
+        low[:, lead] = np.maximum(low[:, lead], some * (offset * devices - devices + 1))
+        most = np.where(some, (first - total) * devices - 1, np.inf)
+        high[:, lead] = np.minimum(high[:, lead], most)
+
+
+class Axes:
+    """Which of a box's bounds are of what: of each kind of step a slice of terms of mixers and of
+    MLPs but the heaviest, slices of thresholds of groups and of blocks, of how many devices sets
+    have and of where these are, and where all are."""
+
+    def __init__(self, parts: TensorParts):
+        t, self.size = parts.tables, 1
+        self.mixers = [self._next(len(terms.mixers)) for terms in parts.terms]
+        self.mlps = [self._next(len(terms.mlps) - 1) for terms in parts.terms]
+        self.groups = self._next(len(t.mixers.totals) - 1)
+        self.blocks = self._next(len(t.mlps.totals) - 1)
+        self.sets = self._next(len(t.sets))
+        self.places = self._next(len(t.sets))
+        self.place = self.size
+        self.size += 1
+        # Of terms of mixers: all values there are.
+        terms = {
+            axis: own
+            for at, each in zip(self.mixers, parts.terms, strict=True)
+            for axis, own in zip(range(at.start, at.stop), each.mixers, strict=True)
+        }
+        self.levels = {axis: np.unique(own) for axis, own in terms.items()}
+        # Some device has what the slowest of a term takes at least, so another term takes at least
+        # what the fastest such device does.
+        self.implied = {
+            (a, b): _implied(terms[a], terms[b]) for a in terms for b in terms if a != b
+        }
+
+        # Sets whose devices have groups or units of some totals: others have neither, but blocks.
+        self.partial = [
+            (self.sets.start + c, t.mlps.totals[u], self.blocks.start + u - 1)
+            for c, each in enumerate(t.sets)
+            if 0 in each.mixers
+            for u in each.mlps
+        ]
+
+    def _next(self, count: int) -> slice:
+        self.size += count
+        return slice(self.size - count, self.size)
+
+    def worth(self, count: Floats) -> Floats:
+        """How many steps a bound of seconds is of; 0 for other bounds."""
+        found = np.zeros(self.size)
+        found[CHUNK] = count[0]
+        for s in range(2):
+            found[self.mixers[s]] = found[self.mlps[s]] = count[s]
+        return found
+
+
+def _halves(box: Box, axis: int, edge: float) -> list[Box]:
+    """A box in two, below a whole number and from there on."""
+    below, above = box[1].copy(), box[0].copy()
+    below[axis], above[axis] = edge - 1, edge
+    return [(box[0], below), (above, box[1])]
+
+
+def _implied(one: Floats, other: Floats) -> tuple[Floats, Floats]:
+    """Values of one term, and the least of another where the one is at least that."""
+    order = np.argsort(one, axis=None)
+    least = np.minimum.accumulate(other.ravel()[order][::-1])[::-1]
+    return one.ravel()[order], least
