@@ -190,7 +190,7 @@ def test_no_plan_is_faster_and_none_as_fast_is_simpler(
         (2, "heads", None),
         (0, "heads", 2),
         (1, "dense, then mixtures", None),
-        (2, "dense, then mixtures", 2),
+        (3, "dense, then mixtures", 2),
         (0, "dense, then mixtures with an MLP beside", None),
         (1, "hybrid", None),
         (3, "hybrid", 2),
