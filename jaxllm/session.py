@@ -4,7 +4,8 @@ A safetensors file. Tensors: `tokens` int32 [n] (the newest may have no cache ye
 `v.I` [K, S, row] of layer I, the model's own KV heads in order (a plan's copies of a head are
 stored once), rows byte for byte as the cache type stores them; bfloat16 as uint16. A recurrent
 layer has `state.I.N` [groups, ...], its N-th array, float32. Its metadata says of which model it
-is, weights included: see `_facts`. A file is written whole or not at all.
+is, weights included (`_facts`), and has a checksum of the rest. A file is written whole or not
+at all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +33,8 @@ from jaxllm.errors import SessionError
 from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig, ModelConfig
 
-FORMAT, VERSION = "jaxllm session", "2"
+FORMAT, VERSION = "jaxllm session", "3"
+OWN = "cached", "prefilled", "firsts"  # numbers of the session alone
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,12 @@ def save(path: Path, origin: Origin, session: Session) -> None:
     for index, arrays in zip(cfg.stateful, session.states, strict=True):
         for n, array in enumerate(arrays):
             tensors[f"state.{index}.{n}"] = np.ascontiguousarray(array)
-    facts = _facts(origin) | {
+    own = {
         "cached": str(held.cached),
         "prefilled": str(held.prefilled),
         "firsts": json.dumps([row.first for row in session.layers]),
     }
+    facts = _facts(origin) | own | {"checksum": _checksum(own, tensors)}
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         save_file(tensors, part, metadata=facts)
@@ -82,6 +86,15 @@ def save(path: Path, origin: Origin, session: Session) -> None:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def _checksum(own: dict[str, str], tensors: dict[str, np.ndarray]) -> str:
+    """Of what is of this session alone: its numbers, and the bytes of its tensors."""
+    found = zlib.crc32(json.dumps([own[name] for name in OWN]).encode())
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tensor.shape}".encode(), found)
+        found = zlib.crc32(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data, found)
+    return f"{found:08x}"
 
 
 def _system_error(text: str) -> str:
@@ -102,6 +115,9 @@ def load(path: Path, origin: Origin, ctx: int) -> Session:
         with safe_open(path, "np") as file:
             facts = file.metadata() or {}
             _check(name, facts, _facts(origin))
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            if facts["checksum"] != _checksum(facts, tensors):
+                raise ValueError("other bytes than were written")
             cached = int(facts["cached"])
             if cached > ctx:
                 raise SessionError(
@@ -110,10 +126,10 @@ def load(path: Path, origin: Origin, ctx: int) -> Session:
             firsts = json.loads(facts["firsts"])
             layers, owners = [], [cfg.layers[i] for i in cfg.cached]
             for index, (layer, first) in enumerate(zip(owners, firsts, strict=True)):
-                k, v = (file.get_tensor(f"{side}.{index}") for side in "kv")
+                k, v = (tensors[f"{side}.{index}"] for side in "kv")
                 layers.append(_layer(layer, k, v, first, cached))
-            states = [_state(file, i, cfg.layers[i]) for i in cfg.stateful]
-            tokens = file.get_tensor("tokens").tolist()
+            states = [_state(tensors, i, cfg.layers[i]) for i in cfg.stateful]
+            tokens = tensors["tokens"].tolist()
             held = Held(tokens, cached, int(facts["prefilled"]), ended=True)
     except OSError as error:
         raise SessionError(f"cannot read {name}: {error.strerror or error}") from error
@@ -197,12 +213,12 @@ def _layer(layer: LayerConfig, k: np.ndarray, v: np.ndarray, first: int, cached:
     return LayerRow(sides[0], sides[1], first)
 
 
-def _state(file: Any, index: int, layer: LayerConfig) -> StateRow:
+def _state(tensors: dict[str, np.ndarray], index: int, layer: LayerConfig) -> StateRow:
     """A layer's recurrent state; a ValueError where it is not what the layer keeps."""
     assert layer.recurrent is not None
     shapes, found = layer.recurrent.state_shapes, []
     for n, shape in enumerate(shapes):
-        array = file.get_tensor(f"state.{index}.{n}")
+        array = tensors[f"state.{index}.{n}"]
         if array.shape != (layer.recurrent.groups, *shape) or array.dtype != np.float32:
             raise ValueError("a tensor is not what the layer keeps")
         found.append(array)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxllm.engine.local import Top
+from jaxllm.engine.local import NO_TOKEN, Top
 from jaxllm.engine.rows import LayerRow
 from jaxllm.engine.states import StateEnds, StateRow
 from jaxllm.models.layers import Array
@@ -73,13 +73,13 @@ class Engine(ABC):
 
     def greedy(self, tokens: Any, starts: np.ndarray) -> Any:
         """A whole step of all rows, tokens int32 [rows] at positions starts [rows]: the likeliest
-        tokens, for `read`. Where `runs_ahead`, it returns before they are known, and they may be
-        the tokens of the next step while they still are not."""
+        tokens, for `read`, NO_TOKEN where logits are not numbers. Where `runs_ahead`, it returns
+        before they are known, and they may be the tokens of the next step while they still are
+        not."""
         hidden = self.forward(np.asarray(tokens)[:, None], 0, starts)
         best = self.logits(hidden, np.zeros((len(starts), 1), np.int32), 1)
         self.settle(0, starts + 1)
-        assert isinstance(best, Top)
-        return best.ids[:, 0]
+        return likeliest(best)
 
     def read(self, ids: Any) -> np.ndarray:
         """The tokens [rows] that `greedy` gave, once they are known."""
@@ -172,10 +172,19 @@ def merge_logits(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def merge_top(parts: Sequence[Top], top: int) -> Top:
-    """The largest of several devices' parts, ties to the lower id."""
+    """The largest of several devices' parts, what is no number first, ties to the lower id."""
     values = merge_logits([p.values for p in parts])
     ids = merge_logits([p.ids for p in parts])
-    order = np.lexsort((ids, -values), axis=1)[:, :top]
-    lse = None if top == 1 else np.logaddexp.reduce([np.ravel(p.lse) for p in parts], axis=0)
+    order = np.lexsort((ids, -np.where(np.isnan(values), np.inf, values)), axis=1)[:, :top]
+    lse = None
+    if top > 1:
+        with np.errstate(invalid="ignore"):
+            lse = np.logaddexp.reduce([np.ravel(p.lse) for p in parts], axis=0)
     take = np.take_along_axis
     return Top(take(values, order, axis=1), take(ids, order, axis=1), lse)
+
+
+def likeliest(best: Logits) -> np.ndarray:
+    """The tokens [N] of what `logits` gave as the largest, NO_TOKEN where that is no number."""
+    assert isinstance(best, Top)
+    return np.where(np.isfinite(best.values[:, 0]), best.ids[:, 0], NO_TOKEN)

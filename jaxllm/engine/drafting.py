@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.engine.base import Engine, Hidden, Logits
-from jaxllm.engine.local import Top
+from jaxllm.engine.base import Engine, Hidden, Logits, likeliest
 from jaxllm.engine.rows import LayerRow
 from jaxllm.engine.states import StateEnds, StateRow
 from jaxllm.errors import SessionError
@@ -50,12 +49,6 @@ def _shift(
     newest = jnp.take_along_axis(features, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     after = jnp.where((counts > 0)[:, None], newest, before).astype(waiting.dtype)
     return shifted, jax.lax.dynamic_update_slice_in_dim(waiting, after, row, 0)
-
-
-def _likeliest(logits: Logits) -> np.ndarray:
-    """The ids of largest logits, [N J]."""
-    assert isinstance(logits, Top)
-    return logits.ids[:, 0]
 
 
 class DraftingEngine(Engine):
@@ -105,7 +98,7 @@ class DraftingEngine(Engine):
         features, at = self.waiting[:, None], np.zeros((len(starts), 1), np.int32)
         while True:
             hidden = self.draft.forward(tokens[:, None], 0, starts, features=features)
-            tokens = _likeliest(self.draft.logits(hidden, at, 1))
+            tokens = likeliest(self.draft.logits(hidden, at, 1))
             yield hidden, tokens
             features = self.draft.features(hidden)
             starts = np.where(starts < 0, starts, starts + 1)
@@ -124,9 +117,9 @@ class DraftingEngine(Engine):
         plain = np.where(drafting, -1, starts)
         found: list[list[int]] = [[] for _ in starts]
         if (plain >= 0).any():
-            likeliest = self.read(self.greedy(tokens, plain))
+            tokens_of = self.read(self.greedy(tokens, plain))
             for row in np.flatnonzero(plain >= 0):
-                found[row] = [int(likeliest[row])]
+                found[row] = [int(tokens_of[row])]
         if drafting.any():
             chain = self.ahead(tokens, np.where(drafting, starts, -1))
             drafts = np.stack([tokens, *(ids for _, ids in islice(chain, count))], axis=1)
@@ -141,15 +134,15 @@ class DraftingEngine(Engine):
         drafts = drafts.astype(np.int32)
         hidden = self.target.forward(drafts, row, starts, used, keep=True)
         places = np.arange(drafts.shape[1], dtype=np.int32)[None]
-        likeliest = _likeliest(self.target.logits(hidden, places, 1))
-        wrong = np.flatnonzero(drafts[0, 1:used] != likeliest[: used - 1])
+        said = likeliest(self.target.logits(hidden, places, 1))
+        wrong = np.flatnonzero(drafts[0, 1:used] != said[: used - 1])
         count = 1 + int(wrong[0]) if len(wrong) else used
         ends = starts + count
         if count < used and self.target.ends.stateful:
             self.target.take_back(row, int(ends[0]), count)
         self.follow(drafts, row, starts, count, hidden)
         self.settle(row, ends)
-        return likeliest[:count].tolist()
+        return said[:count].tolist()
 
     def logits(self, hidden: Both, at: np.ndarray, top: int) -> Logits:
         return self.target.logits(hidden.target, at, top)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.engine.forward import Cache, Total, alone, forward
-from jaxllm.engine.local import State, Step, Top, head_logits, unpack_step
+from jaxllm.engine.local import NO_TOKEN, State, Step, Top, head_logits, unpack_step
 from jaxllm.models.block import BlockDef
 from jaxllm.models.layers import Array
 from jaxllm.models.weights import Leaves, LocalModel
@@ -103,9 +103,10 @@ def greedy_step(
         assert isinstance(best, Top)
         values, ids = best.values[:, 0, 0], best.ids[:, 0, 0]
         if mesh is not None:  # the first of equal devices has the lower ids
-            values, ids = (jax.lax.all_gather(a, AXIS) for a in (values, ids))
-            ids = jnp.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]
-        return ids, cache
+            both = [jax.lax.all_gather(a, AXIS) for a in (values, ids)]
+            best_of = both[0].argmax(axis=0)[None]
+            values, ids = (jnp.take_along_axis(a, best_of, axis=0)[0] for a in both)
+        return jnp.where(jnp.isfinite(values), ids, NO_TOKEN), cache
 
     ids, cache = _per_device(mesh, local, 2, 2)(leaves, cache, tokens, places)
     if mesh is not None:

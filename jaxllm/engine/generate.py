@@ -18,8 +18,10 @@ import numpy as np
 from jaxllm import interrupts
 from jaxllm.engine.base import Engine
 from jaxllm.engine.drafting import DraftingEngine
+from jaxllm.engine.local import NO_TOKEN
 from jaxllm.engine.prefixes import Held, Rows
-from jaxllm.engine.sampling import Logprob, Sampler, SamplingParams, common_top
+from jaxllm.engine.sampling import NO_NUMBERS, Logprob, Sampler, SamplingParams, common_top
+from jaxllm.errors import ModelError
 
 FinishReason = Literal["stop", "length", "context"]
 SMALLEST_CHUNK = 16
@@ -302,6 +304,8 @@ def _accept(
 ) -> Iterator[tuple[Request, int | None]]:
     request = running[row]
     assert request is not None
+    if token == NO_TOKEN:
+        raise ModelError(NO_NUMBERS)
     count = len(request.token_ids)
     request.accept(token, logprob, ctx)
     if len(request.token_ids) > count:

@@ -199,6 +199,9 @@ def run_recurrent(
     return partial, new, tuple(map(jnp.stack, zip(*earlier, strict=True)))
 
 
+NO_TOKEN = -1  # in the place of the likeliest one where logits are not numbers
+
+
 class Top(NamedTuple):
     """The largest logits at each place, their ids, and the log-sum-exp of all of them.
 

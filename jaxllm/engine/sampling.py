@@ -19,6 +19,8 @@ from jaxllm.engine.base import Logits
 from jaxllm.engine.local import Top
 from jaxllm.errors import ModelError, OptionError
 
+NO_NUMBERS = "the model's logits are not numbers; its file may be damaged"
+
 TOPS = (1, 64)  # numbers of largest logits that programs exist for; 0 asks for all
 
 
@@ -152,7 +154,7 @@ class Sampler:
             lse = float(np.logaddexp.reduce(whole)) if self.params.logprobs is not None else 0.0
             values, ids = _sorted(self._penalise(whole), self._enough())
         if not np.isfinite(values[:1]).all():
-            raise ModelError("the model's logits are not numbers; its file may be damaged")
+            raise ModelError(NO_NUMBERS)
         token = int(ids[self._draw(values)])
         self.history.append(token)
         return token, self._logprob(logits, row, token, lse)

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import LLM, OptionError, PromptError, SamplingParams
+from jaxllm import LLM, ModelError, OptionError, PromptError, SamplingParams
 from jaxllm.cache.attention import decode_spans
 from jaxllm.engine import fused, staged_step
 from jaxllm.engine.fused import FusedEngine
 from jaxllm.engine.generate import Request
 from jaxllm.engine.staged import StagedEngine
+from jaxllm.models.sources import RandomSource
 from support import assert_close, make_llm, random_ids, small_model, with_layers
 
 CTX = 48
@@ -353,6 +354,32 @@ def test_a_stop_text_ends_a_request(monkeypatch: pytest.MonkeyPatch):
     *_, last = llm.stream(random_ids(20), params)
     assert (last.text, last.finish_reason, len(last.token_ids)) == ("", "stop", 3)
     assert_empty(llm)
+
+
+class _Damaged(RandomSource):
+    """A token's embedding is no number."""
+
+    token = 0
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        values = super()._draw(name, shape)
+        if name == "token_embd.weight":
+            values[self.token] = np.nan
+        return values
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mesh"])
+def test_logits_that_are_no_numbers_are_no_token(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """In the middle of a completion; other devices' logits may be numbers."""
+    how = KINDS.get(kind, dict(devices=2, split_mode="tensor", engine="fused"))
+    model, prompt = small_model(tied=False), [7, 8, 9]
+    said = make_llm(model, ctx=CTX).generate([prompt], greedy(8))[0].token_ids
+    _Damaged.token = next(t for t in said[2:] if t not in prompt + [*said[:2]])
+    monkeypatch.setattr("jaxllm.llm.RandomSource", _Damaged)
+    llm = make_llm(model, ctx=CTX, **how)
+    with pytest.raises(ModelError, match="logits are not numbers"):
+        llm.generate([prompt], greedy(8))
+    assert llm.generate([prompt], greedy(2))[0].token_ids == said[:2]
 
 
 # Steps and logits without requests

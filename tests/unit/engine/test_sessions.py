@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, ModelConfig, OptionError, Rope, SamplingParams, SessionError
 from jaxllm.engine.rows import LayerRow
@@ -296,10 +297,28 @@ def test_a_file_that_is_damaged_or_foreign(saved: Path, tmp_path: Path):
     _refused(tmp_path, "cannot read")
 
 
+def test_changed_bytes_are_found(saved: Path, tmp_path: Path):
+    """Those of the header too, but for names that are only told."""
+    data, bad = saved.read_bytes(), tmp_path / "bad"
+    rng, llm = np.random.default_rng(0), _llm("blocks", "fused")
+    right = llm.load_session(saved)
+    tensors = len(data) - sum(a.nbytes for a in load_file(saved).values())
+    for at in (*rng.integers(0, tensors, 60), *rng.integers(tensors, len(data), 60)):
+        changed = bytearray(data)
+        changed[at] ^= 1 << int(rng.integers(8))
+        bad.write_bytes(changed)
+        if at < tensors:
+            with suppress(SessionError):
+                assert llm.load_session(bad) == right
+        else:
+            with pytest.raises(SessionError, match="damaged"):
+                llm.load_session(bad)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(version="1"), "version 1 of the format and this is version 2"),
+        (dict(version="1"), "version 1 of the format and this is version 3"),
         (dict(cached=None), "damaged"),
         (dict(cached="many"), "damaged"),
         (dict(cached="42"), "damaged"),
@@ -355,7 +374,7 @@ def test_without_a_sequence_or_without_rows_that_keep_it(tmp_path: Path):
 def test_the_header_says_what_is_in_it(saved: Path):
     with safe_open(saved, "np") as file:
         facts = file.metadata()
-        assert facts["format"] == "jaxllm session" and facts["version"] == "2"
+        assert facts["format"] == "jaxllm session" and facts["version"] == "3"
         assert json.loads(facts["cache"]) == ["q8_0 rotated/q4_0 rotated"] * 2
         assert (facts["cached"], facts["prefilled"]) == ("43", "40")
         assert file.get_tensor("k.0").shape == (8, 43, 34)
