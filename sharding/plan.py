@@ -19,7 +19,7 @@ from sharding.memory import PINNED_DEFAULT, PINNED_LIMIT
 from sharding.mesh import Mesh
 from sharding.options import EngineName, PlanOptions
 from sharding.residency import Residency, spend_budget, streaming_all
-from sharding.rings import full_pages, is_resident, position_bytes
+from sharding.rings import full_pages, is_resident, position_bytes, ring_positions
 from sharding.shapes import Context, LayerShape, ModelShape, TensorShape
 from sharding.splits import (
     LayerPlan,
@@ -296,7 +296,7 @@ def make_plan(
     plan = replace(plan, residency=streaming_all(plan))
     residency, more = spend_budget(plan)
     plan = replace(plan, residency=residency, notes=notes + more)
-    return replace(plan, notes=plan.notes + _pinned_notes(plan))
+    return replace(plan, notes=plan.notes + _pinned_notes(plan) + _ring_notes(plan))
 
 
 def _used(layers: Sequence[LayerPlan], vocab: Ranges) -> tuple[int, ...]:
@@ -351,6 +351,19 @@ def _pinned_notes(plan: Plan) -> tuple[str, ...]:
         f"the host cache takes up to {size} bytes and pinned memory ends at {PINNED_DEFAULT >> 30}"
         f" GB unless {PINNED_LIMIT} says more; the rest of it would be in pageable memory, which"
         " reaches a device more slowly.",
+    )
+
+
+def _ring_notes(plan: Plan) -> tuple[str, ...]:
+    """Whether rounding gives sequences much more cache than their context."""
+    options, ring = plan.options, ring_positions(plan.engine, plan.options)
+    owners = any(shape.has_pages for shape in plan.model.layers)
+    if not owners or ring < 2 * options.ctx:
+        return ()
+    return (
+        f"a sequence takes {ring} positions of cache on the devices for a context of"
+        f" {options.ctx}, a multiple of --page {options.page} and -ub {options.ubatch}: smaller"
+        " ones take less.",
     )
 
 
