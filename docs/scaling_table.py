@@ -5,6 +5,8 @@ python docs/scaling_table.py
 
 from __future__ import annotations
 
+import signal
+
 from sharding import CostModel, LayerShape, ModelShape, Plan, PlanOptions, TensorShape, make_plan
 from sharding.machine import machine
 from sharding.mesh import Mesh
@@ -116,4 +118,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that goes away ends it quietly
     main()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.engine.sampling import SamplingParams
-from jaxllm.errors import OptionError, PromptError
+from jaxllm.errors import OptionError, PromptError, shown
 
 
 def is_prompt(value: Any) -> bool:
@@ -20,7 +20,7 @@ def is_prompt(value: Any) -> bool:
         return True
     if not _is_listed(value):
         raise PromptError(
-            f"prompts are text, a list of token ids, or a list of those, not {_short(value)}"
+            f"prompts are text, a list of token ids, or a list of those, not {shown(value)}"
         )
     return len(value) > 0 and not isinstance(value[0], str | bytes | list | tuple | np.ndarray)
 
@@ -33,21 +33,21 @@ def token_ids(value: Any) -> list[int]:
         return [index(i) for i in value]
     except TypeError:
         raise PromptError(
-            f"a prompt is text or a list of token ids (whole numbers), not {_short(value)}"
+            f"a prompt is text or a list of token ids (whole numbers), not {shown(value)}"
         ) from None
 
 
 def sampling_params(params: SamplingParams | None) -> SamplingParams:
     """The parameters, or the default ones."""
     if params is not None and not isinstance(params, SamplingParams):
-        raise OptionError(f"params must be a SamplingParams, not {_short(params)}")
+        raise OptionError(f"params must be a SamplingParams, not {shown(params)}")
     return params or SamplingParams()
 
 
 def path_of(value: Any) -> Path:
     """A path from text or a path."""
     if not isinstance(value, str | PathLike):
-        raise OptionError(f"a path is text or a pathlib.Path, not {_short(value)}")
+        raise OptionError(f"a path is text or a pathlib.Path, not {shown(value)}")
     return Path(value)
 
 
@@ -62,8 +62,3 @@ def _is_listed(value: Any) -> bool:
     if isinstance(value, bytes | bytearray | memoryview):
         return False
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."

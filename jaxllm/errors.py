@@ -3,6 +3,19 @@
 Each message is one sentence that holds the offending value and says what to do about it.
 """
 
+LONGEST = 60  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value that others wrote, as a message repeats it."""
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """Text on one line, its end left out where it is long."""
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
 
 class JaxllmError(Exception):
     """Base of every error this package raises on bad input."""

@@ -6,7 +6,7 @@ tokens of its second half are scored, all of which have at least ctx / 2 earlier
 
     nll    mean of -log p(token) over the tokens scored
     value  exp(nll)
-    error  value * sqrt(var(nll) / (n - 1)), of n tokens scored
+    error  value * sqrt(var(nll) / (n - 1)), of n tokens scored; infinite for one
 
 A base run (a file of `jaxllm.probabilities`) holds the log-probabilities of the whole vocabulary at
 every token scored, so that a later run of the same text can be compared with it.
@@ -58,18 +58,29 @@ class Perplexity:
     divergence: Divergence | None = None
 
     def __str__(self) -> str:
-        lines = [
-            f"perplexity {self.value:.4f} +- {self.error:.4f} over {len(self.chunk_nll)} chunks of"
-            f" {self.ctx}, {self.scored} tokens scored"
-        ]
+        chunks, tokens = _counted(len(self.chunk_nll), "chunk"), _counted(self.scored, "token")
+        lines = [f"perplexity {self.figure} over {chunks} of {self.ctx}, {tokens} scored"]
         if self.divergence is not None:
             other = self.divergence
             lines.append(
                 f"base run: perplexity {other.base_value:.4f}, KL divergence mean"
-                f" {other.mean:.6g} +- {other.error:.2g}, most {other.maximum:.6g}, same likeliest"
-                f" token {100 * other.top1:.2f} %"
+                f" {other.mean:.6g}{_spread(other.error, '.2g')}, most {other.maximum:.6g}, same"
+                f" likeliest token {100 * other.top1:.2f} %"
             )
         return "\n".join(lines)
+
+    @property
+    def figure(self) -> str:
+        """Value and error in words."""
+        return f"{self.value:.4f}{_spread(self.error, '.4f')}"
+
+
+def _spread(error: float, form: str) -> str:
+    return f" +- {error:{form}}" if math.isfinite(error) else ""
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 Report = Callable[[Perplexity], None]  # is told the value so far after every chunk

@@ -17,7 +17,7 @@ from jaxllm.cache.flash import has_kernel
 from jaxllm.calibration import calibrated_mesh
 from jaxllm.engine.build import PlannedModel, plan_model
 from jaxllm.engine.quantising import StoredTypes
-from jaxllm.errors import ModelError, OptionError
+from jaxllm.errors import ModelError, OptionError, cut
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.gguf.reader import GGUFFile
 from jaxllm.models.block import Block
@@ -155,6 +155,8 @@ def fit_config(
         raise OptionError(f"a fit does not count the encoder of {cfg.architecture}; drop the fit")
     keep = _kept(weights, stored)
     options, dtype = _options(cfg, mesh, arguments)
+    if workload is not None:
+        workload.check(options.ctx)  # before anything is measured
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
     with measuring(progress) as tell:
@@ -232,6 +234,11 @@ def plan_config(
         mesh, link_gbps = found.plan.mesh, None
         arguments |= found.arguments()
     options, dtype = _options(cfg, mesh, arguments)
+    if spec_type != "none" and options.spec_draft_n_max >= options.ubatch:
+        raise OptionError(
+            f"--spec-draft-n-max is {options.spec_draft_n_max}; it must be less than"
+            f" --ubatch-size/-ub {options.ubatch}"
+        )
     if link_gbps is not None:
         mesh = with_links(mesh, link_gbps)
     elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
@@ -286,13 +293,7 @@ def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
     block, cfg, mlp_block = _model(file)
     stored = _stored_types(file)
     model = plan_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
-    ctx = model.plan.options.ctx
-    if 0 < cfg.ctx_train < ctx:
-        warnings.warn(
-            f"the context (-c) of {ctx} positions is longer than the {cfg.ctx_train} that the "
-            "model was trained for; expect poor text past those",
-            stacklevel=2,
-        )
+    _warn_of_length(cfg, model.plan)
     GGUFSource(file, model.whole.cfg).check(slots(model.whole))
     return model
 
@@ -301,7 +302,20 @@ def fit_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> Fit:
     """The fastest split of a GGUF file over a mesh; see `fit_config`."""
     block, cfg, mlp_block = _model(file)
     stored = _stored_types(file)
-    return fit_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
+    found = fit_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
+    _warn_of_length(cfg, found.plan)
+    return found
+
+
+def _warn_of_length(cfg: ModelConfig, plan: Plan) -> None:
+    """Say where positions are more than a model knows."""
+    ctx = plan.options.ctx
+    if 0 < cfg.ctx_train < ctx:
+        warnings.warn(
+            f"the context (-c) of {ctx} positions is longer than the {cfg.ctx_train} that the "
+            "model was trained for; expect poor text past those",
+            stacklevel=3,
+        )
 
 
 def _stored_types(file: GGUFFile) -> StoredTypes:
@@ -315,8 +329,8 @@ def _model(file: GGUFFile) -> tuple[type[Block], ModelConfig, int]:
         cfg = kin.configure(Metadata.of(file), file.tensors)
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise ModelError(
-            f"{file.path.name}: metadata of {file.architecture} cannot be understood ({error}); "
-            "convert the model again"
+            f"{file.path.name}: metadata of {file.architecture} cannot be understood "
+            f"({cut(str(error))}); convert the model again"
         ) from error
     blocks = [
         GGML_QUANT_SIZES[info.type][0]

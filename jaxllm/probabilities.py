@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from pathlib import Path
 
 import numpy as np
 
-from jaxllm.errors import OptionError
+from jaxllm.errors import OptionError, shown
+from jaxllm.places import check_no_folder, part_of
 
 MAGIC = b"JXLLMKL1"
 
@@ -45,7 +45,8 @@ class BaseWriter:
     """
 
     def __init__(self, path: Path, chunks: np.ndarray, vocab: int):
-        self._path, self._part = path, path.with_name(f"{path.name}.{os.getpid()}")
+        check_no_folder(path, "the base run", OptionError)
+        self._path, self._part = path, part_of(path)
         header = json.dumps(_header(chunks, vocab)).encode()
         start = MAGIC + struct.pack("<I", len(header)) + header
         try:
@@ -76,7 +77,7 @@ class BaseWriter:
 
     def _refused(self, error: OSError) -> OptionError:
         return OptionError(
-            f"the base run cannot be written to {str(self._path)!r}: {error.strerror or error}"
+            f"cannot write the base run {str(self._path)!r}: {error.strerror or error}"
         )
 
 
@@ -96,13 +97,16 @@ class BaseReader:
         except (OSError, ValueError, struct.error) as error:
             reason = getattr(error, "strerror", None) or "it is damaged"
             raise OptionError(f"the base run {str(path)!r} cannot be read: {reason}") from error
-        if found is None:
+        if not isinstance(found, dict):
             raise OptionError(f"{str(path)!r} is no base run; make one with --kl-divergence-base")
         for name, value in wanted.items():
             if found.get(name) != value:
+                theirs, ours = f"has {name} {shown(found.get(name))}", repr(value)
+                if name == "tokens":  # of which only a digest is kept
+                    theirs, ours = "is of another text", "of this one"
                 raise OptionError(
-                    f"the base run {str(path)!r} has {name} {found.get(name)!r} and this run"
-                    f" {value!r}; run both with the same text, chunks and vocabulary"
+                    f"the base run {str(path)!r} {theirs} and this run {ours}; run both with the"
+                    " same text, chunks and vocabulary"
                 )
         start = -(-(12 + length) // 64) * 64
         shape = (len(chunks), _scored(chunks.shape[1]), vocab)

@@ -32,6 +32,7 @@ from jaxllm.engine.states import StateRow
 from jaxllm.errors import SessionError
 from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig, ModelConfig
+from jaxllm.places import check_no_folder, part_of
 
 FORMAT, VERSION = "jaxllm session", "3"
 OWN = "cached", "prefilled", "firsts"  # numbers of the session alone
@@ -76,7 +77,8 @@ def save(path: Path, origin: Origin, session: Session) -> None:
         "firsts": json.dumps([row.first for row in session.layers]),
     }
     facts = _facts(origin) | own | {"checksum": _checksum(own, tensors)}
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    check_no_folder(path, "the session", SessionError)
+    part = part_of(path)
     try:
         save_file(tensors, part, metadata=facts)
         part.replace(path)
@@ -111,6 +113,7 @@ def load(path: Path, origin: Origin, ctx: int) -> Session:
             or cache type, or longer than `ctx`.
     """
     name, cfg = f"the session {str(path)!r}", origin.cfg
+    check_no_folder(path, "the session", SessionError)
     try:
         with safe_open(path, "np") as file:
             facts = file.metadata() or {}

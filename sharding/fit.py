@@ -93,7 +93,7 @@ def fit(
 
     Raises:
         FitError: when nothing fits, with the largest context that does; for more than 32 devices.
-        PlanError: when a rate is not known.
+        PlanError: when a rate is not known, and for a workload that the context does not hold.
     """
     if len(mesh) > MOST_DEVICES:
         raise FitError(
@@ -101,6 +101,7 @@ def fit(
             " fit a part of them, and let several copies of the model share the requests."
         )
     workload = workload or Workload.filling(options.ctx)
+    workload.check(options.ctx)
     cut = tuple(tensors if cut_tensors is None else cut_tensors)
     search = Search(model, mesh, options, tuple(tensors), allowed, workload, cut, tell)
     considered = search.run()

@@ -19,6 +19,7 @@ from sharding.cost import (
     groups_of,
     rates_of,
 )
+from sharding.errors import PlanError
 from sharding.fit_cache import Pages
 from sharding.fit_probe import FOLLOWED, Probe
 from sharding.fit_units import Grid, LayerSet
@@ -43,6 +44,15 @@ class Workload:
     def filling(cls, ctx: int) -> Workload:
         """Three quarters of a context of prompt, the rest generated."""
         return cls(max(1, ctx * 3 // 4), max(1, ctx - ctx * 3 // 4))
+
+    def check(self, ctx: int) -> None:
+        """PlanError for a request that a context does not hold; the last token is only drawn."""
+        needed = self.prompt + self.predict - 1
+        if needed > ctx:
+            raise PlanError(
+                f"a request of {self.prompt} prompt tokens and {self.predict} generated ones takes"
+                f" {needed} positions and the context (-c) has {ctx}; raise it, or ask for fewer."
+            )
 
     @property
     def decode_at(self) -> int:

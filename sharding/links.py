@@ -21,6 +21,7 @@ import numpy as np
 
 from sharding.errors import PlanError
 from sharding.mesh import Mesh
+from sharding.units import parse_number
 
 Place = Literal["device", "pinned", "pageable"]
 Rates = Mapping[str, float]
@@ -149,7 +150,7 @@ def measured(
 def with_links(mesh: Mesh, rates: str | Sequence[float]) -> Mesh:
     """The mesh with these link rates, one a device, in 1e9 bytes a second."""
     try:
-        values = rates.split(",") if isinstance(rates, str) else list(rates)
+        values = map(parse_number, rates.split(",")) if isinstance(rates, str) else rates
         numbers = [float(v) for v in values if not isinstance(v, bool)]
     except (TypeError, ValueError):
         numbers = []

@@ -134,11 +134,6 @@ class PlanOptions:
             value = getattr(self, field)
             if value & (value - 1):
                 raise PlanError(f"{_COUNTS[field]} is {value}; it must be a power of two.")
-        if self.spec_draft_n_max >= self.ubatch:
-            raise PlanError(
-                f"--spec-draft-n-max is {self.spec_draft_n_max}; it must be less than"
-                f" --ubatch-size/-ub {self.ubatch}."
-            )
         self._check_shares()
         self._check_residency()
         if self.dither and self.rounding == "llama.cpp":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from sharding.errors import ShareError
+from sharding.units import parse_number
 
 
 def parse_shares(
@@ -59,8 +60,7 @@ def _one_share(field: object, value: object, argument: str) -> float:
     number: float
     try:
         if isinstance(field, str):
-            # float() takes "1_0"; a share is written in plain digits.
-            number = float("x" if "_" in field else field)
+            number = parse_number(field)
         elif type(field).__name__ in ("bool", "bool_"):
             raise ValueError(field)
         else:

@@ -1,4 +1,4 @@
-"""Bytes as text: how options give them and how reports show them."""
+"""Numbers and bytes as text: how options give them and how reports show them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from fractions import Fraction
 BYTES_HELP = "bytes, as 512M, 1.5G or 2GiB (powers of 1024) or 2GB (of 1000)"
 _POWERS = {letter: power for power, letter in enumerate("kmgt", start=1)}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])(i?b)?|b)?", re.ASCII | re.IGNORECASE)
+
+
+def parse_number(text: str) -> float:
+    """A number in plain digits: float() alone takes "1_0" and the digits of all scripts, too.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    if "_" in text or not text.isascii():
+        raise ValueError(f"{text!r} is no number")
+    return float(text)
 
 
 def parse_bytes(text: str) -> int:

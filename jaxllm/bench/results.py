@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from jaxllm.bench.measure import Measured
-from jaxllm.errors import OptionError
+from jaxllm.errors import OptionError, shown
+from jaxllm.json_text import to_json
 
 Row = dict[str, Any]
 SETTINGS = (
@@ -48,6 +50,12 @@ SETTINGS = (
     "dither",
     "kv_replicate",
     "jax",
+)
+NUMBERS = (
+    *("median", "mean", "deviation", "min", "max", "predicted", "limit", "share", "ratio"),
+    *("weight_bytes", "cache_bytes", "link_bytes", "compute_bytes"),
+    *("warmup_seconds", "compile_seconds", "read_gb_s", "matmul_gflop_s", "link_gb_s"),
+    *("cores", "load_before"),
 )
 
 
@@ -91,7 +99,9 @@ class Results:
                 found = [json.loads(line) for line in lines if line.strip()]
                 if not found or not all(isinstance(r, dict) and r.get("test") for r in found):
                     raise ValueError("no rows of tests")
-            except (OSError, ValueError) as error:
+                for row in found:
+                    _check(row)
+            except (OSError, ValueError, RecursionError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise OptionError(
                     f"{str(path)!r} cannot be read as results ({reason}); write them with"
@@ -102,11 +112,11 @@ class Results:
 
     def to_json(self) -> str:
         """One object."""
-        return json.dumps({"rows": self.rows})
+        return to_json({"rows": self.rows})
 
     def to_jsonl(self) -> str:
         """A row a line."""
-        return "\n".join(json.dumps(row) for row in self.rows)
+        return "\n".join(to_json(row) for row in self.rows)
 
     def to_csv(self) -> str:
         """Every column that any row has; a list is joined by spaces."""
@@ -127,6 +137,24 @@ class Results:
         from jaxllm.bench.tables import html, remarks, table, title
 
         return html(table(self), title(self), remarks(self))
+
+
+def _check(row: Row) -> None:
+    """ValueError for values of a row that no bench writes."""
+    for name, value in row.items():
+        if value is None or name == "samples":
+            continue
+        if name == "given":
+            good = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        elif name in NUMBERS:
+            good = isinstance(value, int | float) and 0 <= value <= sys.float_info.max
+            good = good and not isinstance(value, bool)
+        elif name in ("side", "test"):
+            good = isinstance(value, str)
+        else:
+            good = not isinstance(value, list | dict)
+        if not good:
+            raise ValueError(f"{name} is {shown(value)}")
 
 
 def to_csv(rows: Iterable[Row]) -> str:

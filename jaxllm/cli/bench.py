@@ -8,7 +8,6 @@ each combination loads the model anew. See `jaxllm.bench` for how it measures.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from jaxllm.bench.shapes import SHAPES
 from jaxllm.cli.options import add_command, add_model
 from jaxllm.cli.sweep import add_swept_split, combinations, listed, natural
 from jaxllm.errors import JaxllmError, OptionError
+from jaxllm.json_text import to_json
 from sharding.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ def add(subparsers: Any) -> None:
     """Declare the subcommand."""
     summary = "Measure prompt and decode rates; options with N,... take several values"
     parser = add_command(subparsers, "bench", run, summary, _EXAMPLES)
-    add_model(parser)
+    what = parser.add_mutually_exclusive_group()
+    add_model(what)
     add = parser.add_argument
-    add("--random-shape", choices=tuple(SHAPES), help="random weights, not a model")
+    what.add_argument("--random-shape", choices=tuple(SHAPES), help="random weights, not a model")
     count = listed(natural, "a number of tokens")
     sizes: dict[str, Any] = {"type": count, "action": "extend", "metavar": "N,..."}
     add("-p", "--n-prompt", help="prompts of so many tokens; 0: none (default 512)", **sizes)
@@ -56,7 +57,7 @@ def add(subparsers: Any) -> None:
     forms = "what to print: aligned text, Markdown, JSON, a row of JSON a line, CSV (default text)"
     add("-o", "--output", choices=FORMATS, help=forms)
     two = "compare results that -o jsonl wrote; nothing is measured"
-    add("--compare", nargs=2, metavar="FILE", help=two)
+    what.add_argument("--compare", nargs=2, metavar="FILE", help=two)
     add("--peer", choices=("transformers",), help="measure it too, in float32")
     with_torch = "a Python whose environment has torch, transformers and gguf, for --peer"
     add("--peer-python", metavar="PATH", help=with_torch)
@@ -102,10 +103,10 @@ def _compare(files: Sequence[str], output: str) -> int:
 
     found = Comparison.of(*(Results.read(file) for file in files))
     if output == "jsonl":
-        print("\n".join(json.dumps(row) for row in found.rows))
+        print("\n".join(to_json(row) for row in found.rows))
     else:
         printed = {"text": found.__str__, "md": found.to_markdown, "csv": found.to_csv}
-        print(printed[output]() if output in printed else json.dumps(found.to_dict()))
+        print(printed[output]() if output in printed else to_json(found.to_dict()))
     return 0
 
 

@@ -6,12 +6,12 @@ The script calls `jaxllm` itself with _ARGCOMPLETE set; `complete` then answers 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from typing import Any
 
 from jaxllm.cli.options import add_command
 from jaxllm.errors import OptionError
+from jaxllm.json_text import to_json
 
 SHELLS = ("bash", "zsh", "fish")
 _EXAMPLES = """\
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             "completion needs argcomplete; install it with pip install 'jaxllm[completion]'"
         ) from error
     script = shellcode(["jaxllm"], shell=args.shell)
-    print(json.dumps({"shell": args.shell, "script": script}) if args.json else script)
+    print(to_json({"shell": args.shell, "script": script}) if args.json else script)
     return 0
 
 

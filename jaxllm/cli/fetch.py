@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxllm.cli.options import add_command
 from jaxllm.errors import HubError
+from jaxllm.json_text import to_json
 
 _EXAMPLES = """\
   jaxllm fetch smollm2-135m
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         path = hub.fetch(args.name, verify=args.verify)
     if args.json:
         size = path.stat().st_size
-        print(json.dumps({"name": args.name, "path": str(path), "bytes": size}))
+        print(to_json({"name": args.name, "path": str(path), "bytes": size}))
     else:
         print(path)
     return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import MODEL_HELP, add_again, add_command, add_machine, mesh_of
 from jaxllm.errors import OptionError
+from jaxllm.json_text import to_json
 from sharding import CACHE_BLOCKS
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         forget(links_file(), rates_file())
     found = _fit(args)
     if args.json:
-        print(json.dumps(found.to_dict()))
+        print(to_json(found.to_dict()))
     else:
         print(found)
         if args.explain:

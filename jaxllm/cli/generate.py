@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import add_command, add_model, add_sampling, sampling_params
 from jaxllm.cli.split import add_split, split_arguments
-from jaxllm.errors import OptionError, PromptError
+from jaxllm.errors import OptionError, PromptError, SessionError
+from jaxllm.json_text import to_json
+from jaxllm.places import check_place
 from sharding import format_bytes
 
 if TYPE_CHECKING:
@@ -45,30 +46,34 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Stream the completion, or print it with its figures as JSON."""
-    if args.session and args.no_prefix_cache:
+    session = None if args.session is None else Path(args.session)
+    if session is not None and args.no_prefix_cache:
         raise OptionError("--session does not go with --no-prefix-cache; drop one of them")
     prompt: str | list[int] = read_prompt(args.prompt, args.file)
 
     from jaxllm import LLM
 
     params = sampling_params(args)
+    if session is not None:
+        check_place(session, "the session", SessionError)
     arguments = split_arguments(args) | {"prefix_cache": not args.no_prefix_cache}
     llm = LLM.from_gguf(args.model, devices=args.devices, **arguments)
-    if args.session and Path(args.session).exists():
-        llm.load_session(args.session)
+    if session is not None and session.exists():
+        llm.load_session(session)
     if args.chat:
         prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
     if args.json:
         (done,) = llm.generate([prompt], params)
-        print(json.dumps({"model": llm.plan.model.name, "engine": llm.plan.engine, **asdict(done)}))
+        print(to_json({"model": llm.plan.model.name, "engine": llm.plan.engine, **asdict(done)}))
     else:
         for piece in llm.stream(prompt, params):
             print(piece.text, end="", flush=True)
             if piece.completion is not None:
                 print(flush=True)
-                print(figures(piece.completion), file=sys.stderr)
-    if args.session:
-        llm.save_session(args.session)
+                streams = llm.plan.options.kv == "host"
+                print(figures(piece.completion, streams), file=sys.stderr)
+    if session is not None:
+        llm.save_session(session)
     return 0
 
 
@@ -94,8 +99,8 @@ def read_prompt(prompt: str | None, file: str | None, name: str = "prompt") -> s
     return text
 
 
-def figures(done: Completion) -> str:
-    """Counts, rates and link bytes of a completion in one line."""
+def figures(done: Completion, streams: bool) -> str:
+    """Counts and rates of a completion in one line, and link bytes where its cache streams."""
     cached = f" ({done.cached_tokens} of them kept from before)" if done.cached_tokens else ""
     parts = [
         f"prompt {done.prompt_tokens} tokens{cached}, {done.prompt_rate:.1f}/s",
@@ -103,7 +108,7 @@ def figures(done: Completion) -> str:
         *([f"{done.accepted_tokens} of them drafted"] if done.accepted_tokens else []),
         f"ended by {done.finish_reason}",
     ]
-    if done.link_bytes:
+    if streams:
         links = (f"{label} {format_bytes(n)}" for label, n in done.link_bytes.items())
         parts.append(f"sent from host: {', '.join(links)}")
     return f"[{'; '.join(parts)}]"

@@ -6,11 +6,11 @@ Any architecture can be looked at, also one that this package does not run.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import MODEL_HELP, add_command
+from jaxllm.json_text import to_json
 from sharding import format_bytes
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm.gguf.reader import open_gguf
 
     found = describe(open_gguf(hub.resolve(args.model)))
-    print(json.dumps(found) if args.json else to_text(found))
+    print(to_json(found) if args.json else to_text(found))
     return 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import add_again, add_command
 from jaxllm.errors import OptionError
+from jaxllm.json_text import to_json
 from sharding import format_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
                     }
                 )
     if args.json:
-        print(json.dumps({"links": rows}))
+        print(to_json({"links": rows}))
         return 0
     print(f"{'device':<10}{'kind':<24}{'host memory':<14}{'copy':>8}{'GB/s':>8}")
     for row in rows:

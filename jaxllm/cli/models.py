@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from jaxllm.cli.options import DEFAULT_MODEL, add_command
+from jaxllm.json_text import to_json
 from sharding import format_bytes
 
 _EXAMPLES = """\
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         for model in hub.MODELS.values()
     ]
     if args.json:
-        print(json.dumps({"folder": str(hub.cache_folder()), "models": rows}))
+        print(to_json({"folder": str(hub.cache_folder()), "models": rows}))
         return 0
     for row in rows:
         marks = ", ".join(mark for mark in ("default", "fetched") if row[mark])

@@ -55,7 +55,7 @@ def add_command(subparsers: Any, name: str, run: Run, summary: str, examples: st
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage]
     """-m, with the default model."""
     parser.add_argument(
         "-m",

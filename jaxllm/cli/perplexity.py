@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from jaxllm.cli.generate import read_prompt
 from jaxllm.cli.options import add_command, add_model
 from jaxllm.cli.split import add_split, split_arguments
 from jaxllm.errors import OptionError, PromptError
+from jaxllm.json_text import to_json
 from jaxllm.perplexity import DEFAULT_CTX, Perplexity, check_chunks, count_chunks, perplexity
+from jaxllm.places import check_place
 
 _EXAMPLES = """\
   jaxllm perplexity -m smollm2-135m -f text.txt
@@ -43,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     ctx = DEFAULT_CTX if args.ctx is None else args.ctx
     check_chunks(ctx, args.chunks)
     text = read_prompt(None, args.file, "text")
+    if args.kl_divergence_base is not None and not args.kl_divergence:
+        check_place(Path(args.kl_divergence_base), "the base run", OptionError)
 
     from jaxllm import LLM
     from jaxllm.progress import counting
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     with counting("perplexity", total, show=not args.json) as tell:
 
         def report(so_far: Perplexity) -> None:
-            tell(f"{so_far.value:.4f} +- {so_far.error:.4f}")
+            tell(so_far.figure)
 
         found = perplexity(
             llm,
@@ -68,5 +72,5 @@ def run(args: argparse.Namespace) -> int:
             **{base: args.kl_divergence_base},
         )
     what = {"model": llm.plan.model.name, "dtype": llm.model.dtype, "engine": llm.plan.engine}
-    print(json.dumps(what | asdict(found)) if args.json else found)
+    print(to_json(what | asdict(found)) if args.json else found)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from jaxllm.cli.options import (
@@ -13,6 +12,7 @@ from jaxllm.cli.options import (
     mesh_of,
 )
 from jaxllm.cli.split import add_split, split_arguments
+from jaxllm.json_text import to_json
 from sharding.memory import check_host
 
 _EXAMPLES = """\
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     file = open_gguf(hub.resolve(args.model))
     plan = plan_gguf(file, mesh_of(args), progress=True, **split_arguments(args)).plan
-    print(json.dumps(plan.to_dict()) if args.json else plan, flush=True)
+    print(to_json(plan.to_dict()) if args.json else plan, flush=True)
     plan.check_fit()
     check_host(plan)
     return 0

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxllm.errors import GGUFError
+from jaxllm.errors import GGUFError, shown
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS: dict[int, np.dtype[Any]] = {
@@ -70,7 +70,7 @@ class Cursor:
 
     def value(self, key: str) -> Any:
         """One metadata value: a scalar, a str, a numpy array or a list of str."""
-        what = f"metadata {key!r}"
+        what = f"metadata {shown(key)}"
         kind = self.number("I", what)
         if kind == _STRING:
             return self.text(what)

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxllm.errors import GGUFError
+from jaxllm.errors import GGUFError, shown
 from jaxllm.gguf.reader import TensorInfo, read_rows
 
 _Type = GGMLQuantizationType
@@ -52,8 +52,8 @@ def dequantize_rows(raw: np.ndarray, info: TensorInfo, out: np.ndarray | None = 
         _dequantize_blocks(raw, info.type, out)
     else:
         raise GGUFError(
-            f"tensor {info.name!r} is stored as {info.type.name}, which cannot be read; convert "
-            "the model to another type."
+            f"tensor {shown(info.name)} is stored as {info.type.name}, which cannot be read; "
+            "convert the model to another type."
         )
     return out
 

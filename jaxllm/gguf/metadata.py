@@ -6,7 +6,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from jaxllm.errors import ModelError
+from jaxllm.errors import ModelError, shown
 from jaxllm.gguf.reader import GGUFFile
 
 T = TypeVar("T")
@@ -46,13 +46,14 @@ class Metadata:
         name = self.full_key(key)
         if name not in self.values:
             raise ModelError(
-                f"the model's metadata lacks {name!r}; convert the model again with a newer tool."
+                f"the model's metadata lacks {shown(name)}; convert the model again with a newer "
+                "tool."
             )
         value = self.values[name]
         if kind is None or _is(value, kind):
             return float(value) if kind is float else value
         raise ModelError(
-            f"the model's metadata {name!r} is {_short(value)} of type {type(value).__name__}, "
+            f"the model's metadata {shown(name)} is {shown(value)} of type {type(value).__name__}, "
             f"not {kind.__name__}."
         )
 
@@ -67,7 +68,7 @@ class Metadata:
             return (value,) * n_layers
         if len(value) != n_layers:
             raise ModelError(
-                f"the model's metadata {self.full_key(key)!r} holds {len(value)} values for "
+                f"the model's metadata {shown(self.full_key(key))} holds {len(value)} values for "
                 f"{n_layers} layers."
             )
         return tuple(value.tolist() if isinstance(value, np.ndarray) else value)
@@ -77,8 +78,3 @@ def _is(value: Any, kind: type[Any]) -> bool:
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from jaxllm.errors import GGUFError
+from jaxllm.errors import GGUFError, shown
 from jaxllm.gguf.cursor import Cursor
 
 _MAGIC = b"GGUF"
@@ -102,19 +102,19 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     for number, (file, each) in enumerate(zip(files, parts, strict=True)):
         if each.metadata.get("split.no") != number or each.metadata.get("split.count") != count:
             raise GGUFError(
-                f"{str(file)!r} says it is part {each.metadata.get('split.no')!r} of "
-                f"{each.metadata.get('split.count')!r}, not part {number} of {count}: its name "
-                "and its contents disagree."
+                f"{str(file)!r} says it is part {shown(each.metadata.get('split.no'))} of "
+                f"{shown(each.metadata.get('split.count'))}, not part {number} of {count}: its "
+                "name and its contents disagree."
             )
         for name, info in each.tensors.items():
             if name in tensors:
-                raise GGUFError(f"{str(file)!r} repeats tensor {name!r} of an earlier part.")
+                raise GGUFError(f"{str(file)!r} repeats tensor {shown(name)} of an earlier part.")
             tensors[name] = info
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
         raise GGUFError(
             f"the {count} parts of {str(path)!r} hold {len(tensors)} tensors, but "
-            f"split.tensors.count says {total}: fetch the parts again."
+            f"split.tensors.count says {shown(total)}: fetch the parts again."
         )
     nbytes = sum(each.nbytes for each in parts)
     return GGUFFile(path, files, parts[0].version, parts[0].metadata, tensors, nbytes)
@@ -123,7 +123,9 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 def read_rows(info: TensorInfo, start: int, stop: int) -> np.ndarray:
     """Raw bytes of rows start..stop of a tensor seen as 2-D: uint8 [stop - start, row_bytes]."""
     if not 0 <= start <= stop <= info.rows:
-        raise ValueError(f"rows {start}..{stop} are outside the {info.rows} rows of {info.name!r}")
+        raise ValueError(
+            f"rows {start}..{stop} are outside the {info.rows} rows of {shown(info.name)}"
+        )
     size = info.row_bytes
     return read_bytes(info, start * size, stop * size).reshape(stop - start, size)
 
@@ -140,7 +142,7 @@ def read_bytes(info: TensorInfo, start: int, stop: int) -> np.ndarray:
                 if not count:
                     raise GGUFError(
                         f"{str(info.file)!r} became {len(view)} bytes too short for tensor "
-                        f"{info.name!r} after it was opened."
+                        f"{shown(info.name)} after it was opened."
                     )
                 view = view[count:]
     except OSError as error:
@@ -204,32 +206,34 @@ def _parse(stream: BinaryIO, size: int, path: Path) -> _Part:
     for _ in range(n_kv):
         key = cursor.text("metadata")
         if key in metadata:
-            raise GGUFError(f"{str(path)!r} holds metadata {key!r} twice.")
+            raise GGUFError(f"{str(path)!r} holds metadata {shown(key)} twice.")
         metadata[key] = cursor.value(key)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-        raise GGUFError(f"{str(path)!r} has general.alignment {alignment!r}: not a power of two.")
+        raise GGUFError(
+            f"{str(path)!r} has general.alignment {shown(alignment)}: not a power of two."
+        )
     _check_count(cursor, n_tensors, _MIN_TENSOR_BYTES, "tensors")
     infos: dict[str, TensorInfo] = {}
     for _ in range(n_tensors):
         info = _tensor(cursor, path)
         if info.name in infos:
-            raise GGUFError(f"{str(path)!r} holds tensor {info.name!r} twice.")
+            raise GGUFError(f"{str(path)!r} holds tensor {shown(info.name)} twice.")
         infos[info.name] = info
     data_start = -(-cursor.pos // alignment) * alignment
     tensors: dict[str, TensorInfo] = {}
     for name, info in infos.items():
         if info.offset % alignment:
             raise GGUFError(
-                f"{str(path)!r} places tensor {name!r} at {info.offset}, which is not a multiple "
-                f"of the alignment {alignment}."
+                f"{str(path)!r} places tensor {shown(name)} at {info.offset}, which is not a "
+                f"multiple of the alignment {alignment}."
             )
         offset = data_start + info.offset
         missing = offset + info.nbytes - size
         if missing > 0:
             raise GGUFError(
-                f"{str(path)!r} is truncated in the data of tensor {name!r}: {missing} bytes are "
-                "missing; fetch the file again."
+                f"{str(path)!r} is truncated in the data of tensor {shown(name)}: {missing} bytes "
+                "are missing; fetch the file again."
             )
         tensors[name] = TensorInfo(name, info.shape, info.type, path, offset, info.nbytes)
     _check_apart(tensors, path)
@@ -240,8 +244,8 @@ def _check_apart(tensors: dict[str, TensorInfo], path: Path) -> None:
     for one, other in pairwise(sorted(tensors.values(), key=lambda t: t.offset)):
         if one.offset + one.nbytes > other.offset:
             raise GGUFError(
-                f"{str(path)!r} is damaged: the data of tensors {one.name!r} and {other.name!r} "
-                "overlap; fetch the file again."
+                f"{str(path)!r} is damaged: the data of tensors {shown(one.name)} and "
+                f"{shown(other.name)} overlap; fetch the file again."
             )
 
 
@@ -255,11 +259,12 @@ def _check_count(cursor: Cursor, count: int, min_bytes: int, what: str) -> None:
 
 def _tensor(cursor: Cursor, path: Path) -> TensorInfo:
     name = cursor.text("the tensor table")
-    what = f"the table entry of tensor {name!r}"
+    what = f"the table entry of tensor {shown(name)}"
     n_dims = cursor.number("I", what)
     if n_dims > _MAX_DIMS:
         raise GGUFError(
-            f"{str(path)!r} gives tensor {name!r} {n_dims} dimensions; at most {_MAX_DIMS} exist."
+            f"{str(path)!r} gives tensor {shown(name)} {n_dims} dimensions; at most {_MAX_DIMS} "
+            "exist."
         )
     dims = [cursor.number("Q", what) for _ in range(n_dims)] or [1]
     shape = tuple(reversed(dims))
@@ -269,14 +274,14 @@ def _tensor(cursor: Cursor, path: Path) -> TensorInfo:
         block, type_size = GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError):
         raise GGUFError(
-            f"{str(path)!r} stores tensor {name!r} in type number {type_number}, which is unknown; "
-            "update the gguf package or convert the model to a known type."
+            f"{str(path)!r} stores tensor {shown(name)} in type number {type_number}, which is "
+            "unknown; update the gguf package or convert the model to a known type."
         ) from None
     if 0 in shape:
-        raise GGUFError(f"{str(path)!r} gives tensor {name!r} the empty shape {shape}.")
+        raise GGUFError(f"{str(path)!r} gives tensor {shown(name)} the empty shape {shape}.")
     if shape[-1] % block:
         raise GGUFError(
-            f"{str(path)!r} gives tensor {name!r} rows of {shape[-1]} elements, which is not a "
-            f"multiple of {kind.name}'s block of {block}."
+            f"{str(path)!r} gives tensor {shown(name)} rows of {shape[-1]} elements, which is not "
+            f"a multiple of {kind.name}'s block of {block}."
         )
     return TensorInfo(name, shape, kind, path, offset, math.prod(shape) // block * type_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf, log, sqrt
 from typing import Any
 
-from jaxllm.errors import ModelError
+from jaxllm.errors import ModelError, shown
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.block import Block
 from jaxllm.models.config import Draft, LayerConfig, ModelConfig
@@ -32,7 +32,9 @@ def read_positive(meta: Metadata, key: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = 0.0
     if not 0.0 < number < inf:
-        raise ModelError(f"{meta.architecture}.{key} is {value!r}; it must be a positive number")
+        raise ModelError(
+            f"{meta.architecture}.{key} is {shown(value)}; it must be a positive number"
+        )
     return number
 
 
@@ -46,15 +48,15 @@ def refuse_unread(meta: Metadata, window: bool, causal: bool = True) -> None:
     """
     if causal and meta.get("attention.causal", True) is not True:
         raise ModelError(
-            f"{meta.architecture}.attention.causal is {meta.get('attention.causal')!r}; only "
+            f"{meta.architecture}.attention.causal is {shown(meta.get('attention.causal'))}; only "
             "models with True are supported"
         )
     for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         own, full = meta.get(f"{key}_swa"), meta.get(key)
         if window and own not in (None, full):
             raise ModelError(
-                f"{meta.architecture}.{key}_swa is {own!r} and {key} {full!r}; layers with a "
-                "window must have the sizes of those without"
+                f"{meta.architecture}.{key}_swa is {shown(own)} and {key} {shown(full)}; layers "
+                "with a window must have the sizes of those without"
             )
 
 
@@ -73,7 +75,7 @@ def read_rope(meta: Metadata, k_dim: int, pairs: Pairs, tensors: Tensors) -> Rop
     kind = meta.get("rope.scaling.type", "linear")  # llama.cpp's default
     if kind not in ("none", "linear", "yarn", "longrope", ""):
         raise ModelError(
-            f"rope.scaling.type {kind!r} of {meta.architecture} is not supported; "
+            f"rope.scaling.type {shown(kind)} of {meta.architecture} is not supported; "
             "use a file with none, linear, yarn or longrope"
         )
     old_scale = meta.get("rope.scale_linear", 1.0)

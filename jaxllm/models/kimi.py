@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxllm.errors import ModelError
+from jaxllm.errors import ModelError, shown
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
@@ -26,7 +26,7 @@ def _bailingmoe3(meta: Metadata, tensors: Tensors) -> ModelConfig:
     """Log decays lie between zero and a bound; a gate a head on latent attention."""
     if meta.get("kda.safe_gate", True) is not True:
         raise ModelError(
-            f"{meta.architecture}.kda.safe_gate is {meta.get('kda.safe_gate')!r}; only models "
+            f"{meta.architecture}.kda.safe_gate is {shown(meta.get('kda.safe_gate'))}; only models "
             "with True are supported"
         )
     floor = meta.require("kda.gate_lower_bound", float)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 
-from jaxllm.errors import ModelError
+from jaxllm.errors import ModelError, shown
 from jaxllm.models import (
     deepseek2,
     diffusion,
@@ -77,7 +77,7 @@ def family(architecture: str) -> Family:
     if architecture in REFUSED:
         what, nearest = REFUSED[architecture]
         raise ModelError(
-            f"architecture {architecture!r} is not supported: it is {what}; use {nearest}"
+            f"architecture {shown(architecture)} is not supported: it is {what}; use {nearest}"
         )
     if found is None:
         near = get_close_matches(architecture, FAMILIES, n=3, cutoff=0.4)
@@ -86,5 +86,5 @@ def family(architecture: str) -> Family:
             if near
             else "docs/architectures.md has those that are"
         )
-        raise ModelError(f"architecture {architecture!r} is not supported; {hint}")
+        raise ModelError(f"architecture {shown(architecture)} is not supported; {hint}")
     return found

@@ -6,7 +6,7 @@ from functools import lru_cache
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
-from jaxllm.errors import TokenizerError
+from jaxllm.errors import TokenizerError, shown
 from jaxllm.text.vocab import Vocab
 
 _NEWLINES = re.compile(r"(\n+)")
@@ -17,7 +17,7 @@ class BpeEncoder:
 
     def __init__(self, vocab: Vocab) -> None:
         if vocab.pre is None:
-            raise TokenizerError(f"tokenizer kind {vocab.kind!r} has no pre-tokenizer.")
+            raise TokenizerError(f"tokenizer kind {shown(vocab.kind)} has no pre-tokenizer.")
         self._ids = vocab.ids
         self._byte_level = vocab.pre.byte_level
         steps: list[pre_tokenizers.PreTokenizer] = [

@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxllm.errors import PromptError, TokenizerError
+from jaxllm.errors import PromptError, TokenizerError, shown
 
 CHATML = (
     "{% for message in messages %}"
@@ -72,25 +72,25 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     """PromptError unless `messages` is a non-empty list of mappings with role and content."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise PromptError(
-            f"messages must be a list of mappings with role and content, not {_short(messages)}."
+            f"messages must be a list of mappings with role and content, not {shown(messages)}."
         )
     if not messages:
         raise PromptError("messages is empty; pass at least one message with role and content.")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise PromptError(
-                f"message {number} is {_short(message)}; pass a mapping with role and content."
+                f"message {number} is {shown(message)}; pass a mapping with role and content."
             )
         if not isinstance(message.get("role"), str):
             raise PromptError(
-                f"message {number} has the role {_short(message.get('role'))}; pass a text such "
+                f"message {number} has the role {shown(message.get('role'))}; pass a text such "
                 "as 'user'."
             )
         content = message.get("content")
         if not isinstance(content, str | list) and not (
             content is None and "tool_calls" in message
         ):
-            raise PromptError(f"message {number} has the content {_short(content)}; pass a text.")
+            raise PromptError(f"message {number} has the content {shown(content)}; pass a text.")
 
 
 class _GenerationBlock(Extension):
@@ -141,8 +141,3 @@ def _strftime_now(form: str) -> str:
 
 def _one_line(error: object) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

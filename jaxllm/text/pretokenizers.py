@@ -7,7 +7,7 @@ as llama.cpp does.
 
 from dataclasses import dataclass
 
-from jaxllm.errors import TokenizerError
+from jaxllm.errors import TokenizerError, shown
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -99,7 +99,7 @@ def find_pretokenizer(name: str) -> PreTokenizer:
     """TokenizerError for a name that is not known, naming those that are."""
     if name not in PRETOKENIZERS:
         raise TokenizerError(
-            f"pre-tokenizer {name!r} is not supported; known ones are "
+            f"pre-tokenizer {shown(name)} is not supported; known ones are "
             f"{', '.join(sorted(PRETOKENIZERS))}."
         )
     return PRETOKENIZERS[name]

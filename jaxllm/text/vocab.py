@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import TokenizerError
+from jaxllm.errors import TokenizerError, shown
 from jaxllm.text.pretokenizers import PreTokenizer, find_pretokenizer
 
 UNKNOWN, UNUSED, NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 2, 4, 8, 16, 32
@@ -102,7 +102,8 @@ def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
     kind = reader.get("model", str, None)
     if kind not in _DEFAULT_IDS:
         raise TokenizerError(
-            f"tokenizer kind {kind!r} is not supported; known kinds are {', '.join(_DEFAULT_IDS)}."
+            f"tokenizer kind {shown(kind)} is not supported; known kinds are "
+            f"{', '.join(_DEFAULT_IDS)}."
         )
     pre = None
     if kind not in _PIECES:
@@ -114,7 +115,9 @@ def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
     ids = {text: i for i, text in enumerate(texts)}
     if len(ids) != len(texts):
         i, text = next((i, text) for i, text in enumerate(texts) if ids[text] != i)
-        raise TokenizerError(f"token {text!r} is twice in the vocabulary, as {i} and {ids[text]}.")
+        raise TokenizerError(
+            f"token {shown(text)} is twice in the vocabulary, as {i} and {ids[text]}."
+        )
     attributes = reader.attributes(len(texts))
     bos, eos, unknown = _DEFAULT_IDS[kind]
     bos = reader.token_id("bos", bos, len(texts))

@@ -97,6 +97,8 @@ def test_what_needs_a_draft_says_so():
         _llm(model_config([LAYER]))
     with pytest.raises(OptionError, match="spec_type must be one of none, draft-mtp, not 'mtp'"):
         make_llm(_config(), spec_type="mtp")
+    with pytest.raises(OptionError, match="--spec-draft-n-max is 3; it must be less than"):
+        _llm(_config(), ubatch=2)
     with pytest.raises(OptionError, match="a fit does not count a draft"):
         _llm(_config(), fit=True)
 

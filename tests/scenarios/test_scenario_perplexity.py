@@ -98,7 +98,7 @@ def test_what_cannot_be_compared_or_run_is_refused(llm: LLM, tmp_path: Path):
         perplexity(llm, IDS, CTX, base=base)
     with pytest.raises(OptionError, match="No such file"):
         perplexity(llm, IDS, CTX, base=tmp_path / "none")
-    with pytest.raises(OptionError, match="cannot be written"):
+    with pytest.raises(OptionError, match="cannot write"):
         perplexity(llm, IDS, CTX, save_base=tmp_path / "no" / "such")
     for bad in ({"ctx": 3}, {"ctx": 32}, {"chunks": 0}, {"ctx": 16, "ids": IDS[:15]}):
         with pytest.raises(OptionError):

@@ -108,6 +108,18 @@ def test_a_sweep_with_depths_and_a_prompt_with_what_follows(
     assert "no rows of tests" in refused("bench", "--compare", *[tmp_path / "c.jsonl"] * 2)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['"median": "fast"', '"median": NaN', '"median": -1', '"median": 1e999', '"median": [1]']
+    + ['"median": 1, "deviation": Infinity', '"median": true', f'"median": 1{"0" * 400}']
+    + ['"median": 1, "ubatch": [1]', '"median": 1, "given": 1', f'"x": {"[" * 100000}'],
+)
+def test_rows_that_no_bench_writes(refused: Callable[..., str], tmp_path: Path, text: str):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"side": "jaxllm", "test": "tg4", ' + text + "}")
+    assert "cannot be read as results" in refused("bench", "--compare", path, path)
+
+
 def test_a_combination_that_cannot_be_is_a_row(cli: Cli, refused: Callable[..., str], small: str):
     line = ("bench", "-m", small, "-sm", "tensor", "-p", "0", "-n", "2", "-r", "1", *TINY[:-2])
     found = cli(*line, "--devices", "2", "-as", "1/1,1/1/1", "-o", "json")
@@ -176,6 +188,8 @@ def test_a_peer_that_fails(
 
 
 def test_options_that_cannot_be(refused: Callable[..., str], small: str, tmp_path: Path):
+    for other in (("--random-shape", "small"), ("--compare", "a", "b")):
+        assert "not allowed with" in refused("bench", "-m", small, *other)
     assert "no test is left" in refused("bench", "-m", small, "-p", "0", "-n", "0")
     assert "'1,x' is not a number of tokens" in refused("bench", "-m", small, "-d", "1,x")
     assert "'1,q9' is not" in refused("bench", "-m", small, "-ctk", "1,q9")

@@ -183,6 +183,11 @@ def test_a_host_cache_over_three_devices(cli: Cli, small: str):
     sent = list(three["link_bytes"].values())
     assert sent[0] > 0 and sent[1] > 0 and sent[2] == 0
     assert "sent from host: " in cli(*common, *tiny, *split)[2]
+    assert "sent from host" not in cli(*common, *tiny, *split[:-1])[2]
+
+
+def test_a_chunk_shorter_than_a_draft_that_nobody_asked_for(cli: Cli, small: str):
+    assert cli("plan", small, "-ub", "2", "--devices", "1")[0] == 0
 
 
 def test_plan_loads_no_weights(cli: Cli, small: str, monkeypatch: pytest.MonkeyPatch):

@@ -136,7 +136,7 @@ def _wide(tensors: Tensors) -> None:
 @pytest.mark.parametrize("option", ["-ts", "-as"])
 @pytest.mark.parametrize(
     "shares",
-    ["1", "1,1,1", "1,nan", "1,inf", "-1,2", "1x,1", "0,0", "", "1,,1", "1;1", "one,two"],
+    ["1", "1,1,1", "١,1", "1,nan", "1,inf", "-1,2", "1x,1", "0,0", "", "1,,1", "1;1", "one,two"],
 )
 def test_wrong_shares_name_the_option(refused: Refused, small: str, option: str, shares: str):
     name, field = {
@@ -326,6 +326,12 @@ def test_sessions_that_do_not_go(refused: Refused, small: str, tmp_path: Path):
     file = tmp_path / "a.session"
     both = ("--session", str(file), "--no-prefix-cache")
     assert "drop one" in refused("generate", "-m", small, "hello", *both, *TINY)
+    nowhere = ("-m", "/nonexistent.gguf", "--session", tmp_path / "none" / "a.session")
+    message = refused("generate", "hello", *nowhere)
+    assert message == f"cannot write the session {str(nowhere[-1])!r}: No such file or directory"
+    for folder in (tmp_path, "."):
+        message = refused("generate", "hello", *nowhere[:-1], folder)
+        assert message.startswith(f"the session {str(folder)!r} is a folder")
     file.write_bytes(b"something else")
     message = refused("generate", "-m", small, "hello", "--session", str(file), *TINY)
     assert str(file) in message and "no session" in message

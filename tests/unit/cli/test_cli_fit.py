@@ -79,6 +79,16 @@ def test_a_fit_for_a_machine_that_is_not_here(cli: Cli, small: str, machine: Pat
     assert f"options: {found['options']}" in cli(*command, *types)[1]
 
 
+def test_a_fit_beyond_what_the_model_was_trained_for(cli: Cli, small: str, machine: Path):
+    with pytest.warns(UserWarning, match="70000 positions is longer than the 65536"):
+        assert cli("fit", small, "-c", "70000", "--devices-file", machine)[0] == 0
+
+
+def test_a_fit_of_a_request_that_fills_the_context(cli: Cli, small: str, machine: Path):
+    command = ("fit", small, "--devices-file", machine, "-ub", "2")
+    assert cli(*command, "-c", "100", "-p", "50", "-n", "51")[0] == 0
+
+
 def test_a_plan_for_a_machine_that_is_not_here(cli: Cli, small: str, machine: Path):
     code, out, _ = cli("plan", small, "--devices-file", machine, "-sm", "tensor", "--json")
     assert code == 0
@@ -91,6 +101,8 @@ def test_what_is_refused(refused: Callable[..., str], small: str, machine: Path,
     assert "--devices does not go with --devices-file" in refused(*command, "--devices", "2")
     assert "q9" in refused(*command, "-ctk", "q9")
     assert "give both" in refused(*command, "-p", "10")
+    message = refused(*command, "-c", "100", "-p", "50", "-n", "100")
+    assert "50 prompt tokens and 100 generated ones takes 149 positions" in message
     assert "the largest that fits is" in refused(*command, "-c", "100000000")
     assert "cannot be read" in refused("fit", small, "--devices-file", tmp_path / "none.toml")
 
@@ -163,6 +175,16 @@ def test_rates_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     assert set(found) == set(calibration._names(2)) and min(found.values()) > 0
 
 
+def test_perplexity_of_one_token_has_no_error(cli: Cli, small: str, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("some text")
+    command = ("perplexity", "-m", small, "-f", text, "-c", "4", "--chunks", "1", "--devices", "1")
+    found = json.loads(cli(*command, "--json")[1], parse_constant=pytest.fail)
+    assert found["error"] is None and found["scored"] == 1
+    out = cli(*command)[1]
+    assert out == f"perplexity {found['value']:.4f} over 1 chunk of 4, 1 token scored\n"
+
+
 def test_perplexity(cli: Cli, refused: Callable[..., str], small: str, tmp_path: Path):
     text, base = tmp_path / "text.txt", tmp_path / "base.kl"
     text.write_text("the theory of the thing, and then some. " * 4)
@@ -173,4 +195,11 @@ def test_perplexity(cli: Cli, refused: Callable[..., str], small: str, tmp_path:
     found = json.loads(out)
     assert found["scored"] == 62 and found["divergence"]["mean"] == 0
     assert "--kl-divergence needs" in refused(*command, "--kl-divergence")
+    text.write_text("another text of as many bytes, or of a few more. " * 4)
+    message = refused(*command, "--kl-divergence-base", base, "--kl-divergence")
+    assert "is of another text and this run of this one" in message
+    assert "is a folder" in refused(*command, "--kl-divergence-base", tmp_path)
+    nowhere = tmp_path / "none" / "base.kl"
+    message = refused(*command[:2], "none.gguf", *command[3:], "--kl-divergence-base", nowhere)
+    assert message == f"cannot write the base run {str(nowhere)!r}: No such file or directory"
     assert "at least 1" in refused(*command[:-4], "--chunks", "0")

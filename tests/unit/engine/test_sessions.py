@@ -344,6 +344,9 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         llm.save_session(nowhere)
     reason = "No such file or directory"
     assert str(refused.value) == f"cannot write the session {str(nowhere)!r}: {reason}"
+    for refuse in (llm.save_session, llm.load_session):
+        with pytest.raises(SessionError, match="is a folder; give the path of a file"):
+            refuse(tmp_path)
     llm.save_session(path)
     before = path.read_bytes()
 

@@ -235,6 +235,19 @@ class TestDamage:
         with pytest.raises(GGUFError, match="tensor 'w' in type number 999"):
             open_gguf(path)
 
+    def test_long_names_are_cut(self, tmp_path: Path) -> None:
+        name, path = "w" * 10_000, tmp_path / "x.gguf"
+        for kvs, tensors in (
+            ((), (tensor(name, [4], kind=999),)),
+            ((), (tensor(name, [4]),) * 2),
+            ((kv(name, 13, bytes(8)),), ()),
+            ((kv(name, 4, bytes(4)),) * 2, ()),
+        ):
+            with pytest.raises(GGUFError) as found:
+                open_gguf(raw_file(path, kvs, tensors))
+            assert f"'{'w' * 56}..." in str(found.value)
+            assert len(str(found.value)) < 250 + len(str(path))
+
     def test_duplicate_tensor(self, tmp_path: Path) -> None:
         path = raw_file(tmp_path / "x.gguf", (), (tensor("w", [4]), tensor("w", [4])))
         with pytest.raises(GGUFError, match="tensor 'w' twice"):
