@@ -16,6 +16,7 @@ from sharding.options import PlanOptions
 from sharding.rings import resident_pages
 
 Floats = NDArray[np.float64]
+STEPS = 2  # kinds of step: a chunk of prompt, and one that decodes
 
 
 class Pages:
@@ -58,7 +59,6 @@ class Cache:
         groups = [(count > 0) * part * kind.group for kind, count, part in self._kinds]
         self.bytes = np.asarray(sum(pages, 0.0))
         self.group = np.asarray(reduce(np.maximum, groups, np.zeros(())))  # in flight together
-        self.steps = len(kinds[0].live) if kinds else 0
 
     def live(self, step: int) -> float:
         """Bytes of all layers that a step of a kind reads."""
@@ -67,7 +67,7 @@ class Cache:
     def streamed(self, kept: Floats) -> tuple[list[Floats], Floats]:
         """Bytes that a step of each kind streams while so many stay, and bytes of the largest group
         of those that are streamed."""
-        sent, largest = [np.zeros_like(kept) for _ in range(self.steps)], np.zeros_like(kept)
+        sent, largest = [np.zeros_like(kept) for _ in range(STEPS)], np.zeros_like(kept)
         for kind, count, part in self._kinds:
             size = np.maximum(part * kind.bytes, 1.0)
             whole = np.minimum(np.floor(kept / size + 1e-9), count)

@@ -83,7 +83,7 @@ class _Spans:
         """Seconds of the turn and of the link in a step of a kind."""
         rate = self._tables.link[self._device]
         compute = self.compute(self._tables.stages[s])
-        sent = np.where(self.resident, 0.0, self._sent[s] if self._sent else 0.0)
+        sent = np.where(self.resident, 0.0, self._sent[s])
         if rate > 0:
             link, room = sent / rate, self._staged / rate
         else:

@@ -85,6 +85,7 @@ def test_a_fit_beyond_what_the_model_was_trained_for(cli: Cli, small: str, machi
 
 
 def test_a_fit_of_a_request_that_fills_the_context(cli: Cli, small: str, machine: Path):
+    """Of less than a page, so that nothing can be streamed."""
     command = ("fit", small, "--devices-file", machine, "-ub", "2")
     assert cli(*command, "-c", "100", "-p", "50", "-n", "51")[0] == 0
 

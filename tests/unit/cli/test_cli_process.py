@@ -69,6 +69,16 @@ def test_a_reader_that_goes_away(argv: tuple[str, ...], small: str):
         assert err.read() == b""
 
 
+def test_a_reader_of_a_table_that_goes_away():
+    script = Path(__file__).parents[3] / "docs" / "scaling_table.py"
+    command, pipe = [sys.executable, "-u", str(script)], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(timeout=60) == -signal.SIGPIPE
+        assert process.stderr.read() == b""
+
+
 def test_ctrl_c_while_importing_is_silent():
     """It comes as the first module that imports others does."""
     code = (

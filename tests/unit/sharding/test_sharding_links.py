@@ -57,7 +57,9 @@ def test_rates_are_measured_once(tmp_path: Path):
     assert measured(Mesh.virtual(2), HOW, store, measure) == Mesh.virtual(2)
 
 
-@pytest.mark.parametrize("rates", ["1", "1,2,3", "1,x", "0,1", "-1,2", "nan,1", "inf,1", "", [1]])
+@pytest.mark.parametrize(
+    "rates", ["1", "1,2,3", "1,x", "0,1", "-1,2", "nan,1", "inf,1", "١,1", "1_0,1", "", [1]]
+)
 def test_wrong_rates(rates: object):
     with pytest.raises(PlanError, match="--link-gbps"):
         with_links(Mesh.virtual(2), rates)  # type: ignore[arg-type]
