@@ -101,12 +101,12 @@ class BaseReader:
             raise OptionError(f"{str(path)!r} is no base run; make one with --kl-divergence-base")
         for name, value in wanted.items():
             if found.get(name) != value:
-                theirs, ours = f"has {name} {shown(found.get(name))}", repr(value)
+                differs = f"has {name} {shown(found.get(name))} and this run {value!r}"
                 if name == "tokens":  # of which only a digest is kept
-                    theirs, ours = "is of another text", "of this one"
+                    differs = "is of another text than this run"
                 raise OptionError(
-                    f"the base run {str(path)!r} {theirs} and this run {ours}; run both with the"
-                    " same text, chunks and vocabulary"
+                    f"the base run {str(path)!r} {differs}; run both with the same text, chunks and"
+                    " vocabulary"
                 )
         start = -(-(12 + length) // 64) * 64
         shape = (len(chunks), _scored(chunks.shape[1]), vocab)

@@ -97,7 +97,8 @@ class Results:
             try:
                 lines = Path(path).read_text("utf-8").splitlines()
                 found = [json.loads(line) for line in lines if line.strip()]
-                if not found or not all(isinstance(r, dict) and r.get("test") for r in found):
+                whole = all(isinstance(r, dict) and r.get("test") and r.get("side") for r in found)
+                if not found or not whole:
                     raise ValueError("no rows of tests")
                 for row in found:
                     _check(row)

@@ -198,7 +198,7 @@ def test_perplexity(cli: Cli, refused: Callable[..., str], small: str, tmp_path:
     assert "--kl-divergence needs" in refused(*command, "--kl-divergence")
     text.write_text("another text of as many bytes, or of a few more. " * 4)
     message = refused(*command, "--kl-divergence-base", base, "--kl-divergence")
-    assert "is of another text and this run of this one" in message
+    assert "is of another text than this run;" in message
     assert "is a folder" in refused(*command, "--kl-divergence-base", tmp_path)
     nowhere = tmp_path / "none" / "base.kl"
     message = refused(*command[:2], "none.gguf", *command[3:], "--kl-divergence-base", nowhere)

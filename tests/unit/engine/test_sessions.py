@@ -294,7 +294,7 @@ def test_a_file_that_is_damaged_or_foreign(saved: Path, tmp_path: Path):
     save_file({"a": np.zeros(3)}, bad)
     _refused(bad, "no session")
     _refused(tmp_path / "missing", "cannot read")
-    _refused(tmp_path, "cannot read")
+    _refused(tmp_path, "is a folder")
 
 
 def test_changed_bytes_are_found(saved: Path, tmp_path: Path):
