@@ -59,6 +59,7 @@ class LLM:
         kv_gpu_layers_draft  the same of a draft's cache (-kvgld)
         kv_device_bytes  of a host cache, bytes that stay on each device (2**30, "1.5G"), or "auto"
         kv_pinned     of a host cache, whether it is in pinned memory (default: where there is)
+        recurrent_state  "device", or "host": where states of recurrent layers are between steps
         link_gbps     1e9 bytes a second from host memory to each device, as "24.2,3.3"
         cache_type_k, cache_type_v   "f32", "f16", "bf16", "q8_0" or "q4_0" (-ctk, -ctv)
         kv_rotate     rotate what a quantised cache stores; see `sharding.PlanOptions`

@@ -109,6 +109,7 @@ CHOSEN = (  # by a fit
     "kv_gpu_layers_draft",
     "kv_device_bytes",
     "kv_pinned",
+    "recurrent_state",
     "engine",
     "prefetch",
     "rounding",

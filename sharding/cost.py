@@ -174,7 +174,9 @@ class CostModel:
     def _step(self, tokens: int, rows: int, position: int, seen: float) -> StepTime:
         plan, options, fabric = self.plan, self.plan.options, self.plan.mesh.fabric
         attn, mlp, head = (self._seconds(*part) for part in self.work(tokens, rows, seen))
-        sent = np.array([rows * plan.link_bytes(d, position) for d in range(len(plan.mesh))], float)
+        devices = range(len(plan.mesh))
+        pages = [rows * plan.link_bytes(d, position) for d in devices]
+        sent = np.array(pages, float) + [plan.state_bytes(d) for d in devices]
         rates = rates_of(plan.mesh.devices, np.flatnonzero(sent), "link_gbps", 1e9)
         links = sent / rates
         payload = tokens * plan.model.embed * options.itemsize

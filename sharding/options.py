@@ -19,6 +19,7 @@ EngineName = Literal["fused", "staged"]
 _CHOICES = {
     "split_mode": ("--split-mode/-sm", ("none", "layer", "tensor")),
     "kv": ("--no-kv-offload/-nkvo", ("device", "host")),
+    "recurrent_state": ("--recurrent-state", ("device", "host")),
     "cache_type_k": ("--cache-type-k/-ctk", tuple(CACHE_BLOCKS)),
     "cache_type_v": ("--cache-type-v/-ctv", tuple(CACHE_BLOCKS)),
     "engine": ("--engine", ("auto", "fused", "staged")),
@@ -70,6 +71,7 @@ class PlanOptions:
         kv_device_bytes: bytes of a host cache that stay on each device, a number or text such as
             "1.5G" (which becomes the number); "auto" is what is free there beside everything else,
             less a reserve.
+        recurrent_state: where states of recurrent layers live between steps, of all slots.
         cache_type_k, cache_type_v: element types of the cache.
         kv_rotate: rotate rows before they are quantised, so that none of their values is far larger
             than the others; None is on.
@@ -95,6 +97,7 @@ class PlanOptions:
     kv_gpu_layers_draft: int | None = None
     kv_device_bytes: int | str | None = None
     kv_pinned: bool | None = None
+    recurrent_state: Literal["device", "host"] = "device"
     cache_type_k: CacheType = "f32"
     cache_type_v: CacheType = "f32"
     kv_rotate: bool | None = None
@@ -142,6 +145,11 @@ class PlanOptions:
             raise PlanError(
                 "--engine fused keeps the cache on the device; drop it to use --no-kv-offload/-nkvo"
                 " (the staged engine streams)."
+            )
+        if self.engine == "fused" and self.recurrent_state == "host":
+            raise PlanError(
+                "--engine fused keeps recurrent states on the device; drop it to use"
+                " --recurrent-state host."
             )
 
     def _check_shares(self) -> None:

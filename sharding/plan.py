@@ -202,9 +202,15 @@ class Plan:
         """Bytes sent to a device in one step of one sequence with `position` earlier positions, be
         it a token or a chunk of its prompt: its full pages that do not stay on the device. A layer
         that reads another's cache streams it again. `memory` are the positions of the prompt of an
-        encoder, where the model has one: as many by default. The encoder's own step sends none."""
+        encoder, where the model has one: as many by default. The encoder's own step sends none.
+        Beside pages there is `state_bytes`."""
         device = self._device(device)
         return sizes.link_bytes(self, device, position, position if memory is None else memory)
+
+    def state_bytes(self, device: int) -> int:
+        """Bytes of recurrent states in host memory, which every step sends to a device, of all
+        slots, and gets back."""
+        return sizes.state_bytes(self, self._device(device))
 
     def compute_bytes(self, device: int) -> int:
         """Bytes that a step's intermediate arrays take, at most, by their sizes."""
@@ -283,6 +289,10 @@ def make_plan(
     """
     types = options.cache_type_k, options.cache_type_v
     check_rows(model, *types)
+    if options.recurrent_state == "host" and not any(shape.states for shape in model.layers):
+        raise PlanError(
+            "--recurrent-state host needs recurrent layers and there are none; drop it."
+        )
     if options.split_mode == "tensor":
         layers, vocab = split_tensor(model, mesh, options)
         notes = _attention_notes(model, mesh, options, layers)
@@ -318,6 +328,8 @@ def _choose_engine(
     asked = options.engine == "fused"
     if options.kv == "host":
         return "staged", "the cache is in host memory and is streamed."
+    if options.recurrent_state == "host":
+        return "staged", "recurrent states are in host memory."
     if len(_used(layers, vocab)) == 1:
         return "fused", "--engine fused was asked for." if asked else "one device does all."
     if options.split_mode != "tensor":

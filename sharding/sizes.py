@@ -38,13 +38,12 @@ def page_bytes(plan: Plan, layer: int, device: int) -> int:
 
 
 def cache_bytes(plan: Plan, device: int) -> dict[str, int]:
-    """Of the device's cache when all slots are full, by place; recurrent states count as cache on
-    the device."""
+    """Of the device's cache when all slots are full, by place; recurrent states count as cache."""
     options = plan.options
     place = {"device": 0, "host": 0}
     for index, (shape, layer) in enumerate(zip(plan.model.layers, plan.layers, strict=True)):
         state = _count(plan, layer.states, device) * shape.state_bytes
-        place["device"] += options.slots * state
+        place[options.recurrent_state] += options.slots * state
         if not shape.owns_cache:
             continue
         position = _count(plan, layer.groups, device) * position_bytes(shape, options)
@@ -94,6 +93,15 @@ def link_bytes(plan: Plan, device: int, position: int, memory: int) -> int:
         streamed = len(live) - resident_pages(live, _kept(plan, i, device), full)
         sent += streamed * page_bytes(plan, i, device)
     return sent
+
+
+def state_bytes(plan: Plan, device: int) -> int:
+    """Of recurrent states of all slots in host memory."""
+    if plan.options.recurrent_state == "device":
+        return 0
+    both = zip(plan.model.layers, plan.layers, strict=True)
+    own = sum(_count(plan, layer.states, device) * shape.state_bytes for shape, layer in both)
+    return plan.options.slots * own
 
 
 def compute_bytes(plan: Plan, device: int) -> int:

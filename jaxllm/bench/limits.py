@@ -25,7 +25,7 @@ def expected(plan: Plan, mesh: Mesh, limits: Limits, test: Test) -> dict[str, An
     cost, slots = CostModel(replace(plan, mesh=mesh)), plan.options.slots
     middle = test.depth + (test.prompt + test.predict) // 2
     devices = range(len(plan.mesh))
-    sent = sum(plan.link_bytes(i, middle) for i in devices)
+    sent = sum(plan.link_bytes(i, middle) + plan.state_bytes(i) / slots for i in devices)
     weights = _read(cost, slots, 0)
     cache = _read(cost, slots, middle) - weights
     found: dict[str, Any] = {
@@ -41,7 +41,7 @@ def expected(plan: Plan, mesh: Mesh, limits: Limits, test: Test) -> dict[str, An
     if len(plan.mesh) == 1 or all(d.platform == "cpu" for d in plan.mesh.devices):
         seconds = (weights + cache) / (limits.read_gb_s * 1e9)
         if limits.link_gb_s is not None:
-            most = slots * max(plan.link_bytes(i, middle) for i in devices)
+            most = max(slots * plan.link_bytes(i, middle) + plan.state_bytes(i) for i in devices)
             seconds = max(seconds, most / (limits.link_gb_s * 1e9))
         prompt = limits.matmul_gflop_s * 1e9 / _operations(cost)
         found["limit"] = _join(test, prompt, slots / seconds)

@@ -37,6 +37,7 @@ SETTINGS = (
     "kv_gpu_layers",
     "kv_device_bytes",
     "kv_pinned",
+    "recurrent_state",
     "cache_type_k",
     "cache_type_v",
     "kv_rotate",

@@ -89,6 +89,12 @@ def _split_options() -> tuple[SplitOption, ...]:
             switch,
         ),
         option(
+            ("--recurrent-state",),
+            "recurrent_state",
+            "where states of recurrent layers live between steps (default device)",
+            {"choices": ("device", "host")},
+        ),
+        option(
             ("--link-gbps",),
             "link_gbps",
             "GB/s from host memory to each device, as 24.2,3.3 (default: measured if needed)",

@@ -214,7 +214,10 @@ def _build(
             return (place or planned)(device, own[0].first + layer, first)
 
         drafting = bool(model.whole.cfg.ahead)
-        return StagedEngine(plan.of_context(context), own, arrays, devices, placed, drafting)
+        states: Place = on_host if plan.options.recurrent_state == "host" else "device"
+        return StagedEngine(
+            plan.of_context(context), own, arrays, devices, placed, drafting, states
+        )
 
     return _in_contexts(model.plan, model.whole, of_context, model.dtype)
 

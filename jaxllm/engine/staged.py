@@ -14,8 +14,9 @@ the place of the cache changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +39,7 @@ from jaxllm.engine.rows import (
 )
 from jaxllm.engine.staged_step import StagedStep
 from jaxllm.engine.stages import cut, features, head, layer_of
-from jaxllm.engine.states import StateEnds, StateRow, empty_state
+from jaxllm.engine.states import HostStates, StateEnds, StateRow, empty_state
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, Role, ring_positions
@@ -50,7 +51,8 @@ class StagedEngine(Engine):
     """See the module's docstring; `Engine` says what the methods mean.
 
     leaves and models have one entry a device of the plan; `place(device, layer, first)` says
-    where a full page goes. `drafting` says that steps of one row and of all take turns.
+    where a full page goes. `drafting` says that steps of one row and of all take turns;
+    `state_place` is where recurrent states are between steps.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class StagedEngine(Engine):
         devices: list[Device],
         place: Callable[[int, int, int], Place],
         drafting: bool = False,
+        state_place: Place = "device",
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
         self.layers = [
@@ -88,6 +91,8 @@ class StagedEngine(Engine):
         for stream in self.streams:
             stream.peers = self.streams
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
+        self.state_place: Place = state_place
+        self.host = host
         self.states = [self._empty_states(i) for i in range(len(devices))]
         self.earlier: dict[tuple[int, int], State] = {}  # states after fewer tokens of a step
         self.ends = StateEnds(options.slots, bool(models[0].cfg.stateful))
@@ -111,22 +116,25 @@ class StagedEngine(Engine):
                     rings[i] = empty_ring(cfg, (options.slots, model.kv_heads[i], capacity), to)
         return rings
 
-    def _empty_states(self, device: int) -> dict[int, State]:
+    def _empty_states(self, device: int) -> MutableMapping[int, State]:
         options, model = self.plan.options, self.models[device]
         to = SingleDeviceSharding(self.devices[device])
+        found: MutableMapping[int, State] = {}
+        if self.state_place != "device":
+            found = HostStates(self.devices[device], self.state_place, self.host)
         with memory_of(self.plan, device):
-            return {
-                i: empty_state(model.cfg.layers[i], (options.slots, model.states[i]), to)
-                for i, layer in enumerate(self.plan.layers)
-                if device in layer.state_devices
-            }
+            for i, layer in enumerate(self.plan.layers):
+                if device in layer.state_devices:
+                    lead = options.slots, model.states[i]
+                    found[i] = empty_state(model.cfg.layers[i], lead, to)
+        return found
 
     def recover(self) -> bool:
         for stream in self.streams:
             stream.give_up()
         lost = False
         for device, kept in enumerate(zip(self.rings, self.states, strict=True)):
-            if any(part.is_deleted() for part in jax.tree.leaves(kept)):
+            if any(part.is_deleted() for own in kept for part in _on_device(own)):
                 self.rings[device] = self._empty_rings(device)  # donated to what failed
                 self.states[device] = self._empty_states(device)
                 lost = True
@@ -282,7 +290,8 @@ class StagedEngine(Engine):
         self.floor[row] = length
         if source != row and self.ends.stateful:
             at = np.int32(source), np.int32(row)
-            self.states = [copy_row(own, *at, axis=0) if own else own for own in self.states]
+            for own in self.states:
+                own.update({i: copy_row(own[i], *at, axis=0) for i in own})
             self.ends.copy(source, row)
         self.trimmed |= {(row, window): first for window, first in trimmed.items()}
         self._trim(row, length)
@@ -353,4 +362,10 @@ class StagedEngine(Engine):
         self._trim(row, length)
 
     def link_bytes(self) -> list[int]:
-        return [stream.sent for stream in self.streams]
+        sent = [own.sent if isinstance(own, HostStates) else 0 for own in self.states]
+        return [stream.sent + own for stream, own in zip(self.streams, sent, strict=True)]
+
+
+def _on_device(kept: Any) -> list[Array]:
+    """The arrays of rings or states that a step is given as they are, and may use up."""
+    return [] if isinstance(kept, HostStates) else jax.tree.leaves(kept)

@@ -42,6 +42,7 @@ class StagedStep:
         self.parts: dict[int, tuple[Array, ...]] = {}  # partials to sum, by the device that will
         self.heads: dict[int, Heads] = {}  # of a layer whose norms wait for a sum
         self.held: dict[int, tuple[Array, ...]] = {}  # of a mixer that waits for one
+        self.begun: dict[int, State] = {}  # its state, meanwhile
         self.queries: dict[int, Queries] = {}
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
         self.begun_mlps: dict[int, Any] = {}  # of a layer whose MLP waits for a sum
@@ -184,7 +185,9 @@ class StagedStep:
         result = stage(
             given,
             rings.get(there) if begins and there is not None else None,
-            states.get(there) if mixes and there is not None else None,
+            self.begun.pop(device, None) or states.get(there)
+            if mixes and there is not None
+            else None,
             self.packed[device],
             pieces=pieces,
             here=None if here is None else engine.layers[device][here],
@@ -207,7 +210,10 @@ class StagedStep:
         if result.ring is not None and there is not None:
             rings[there] = result.ring
         if result.state is not None and there is not None:
-            states[there] = result.state
+            if begins:
+                states[there] = result.state
+            else:
+                self.begun[device] = result.state
         if result.chosen is not None and here is not None:
             self.chosen = self.chosen if self.chooser == here else {}
             self.chosen[device], self.chooser = result.chosen, here

@@ -7,14 +7,17 @@ releasing one takes no work on a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.cache.groups import HostMemory
 from jaxllm.engine.local import State
 from jaxllm.models.config import LayerConfig
+from jaxllm.models.layers import Device
+from sharding.links import Link, Place
 
 StateRow = tuple[np.ndarray, ...]  # one row's state of a layer, [groups, ...] each
 
@@ -24,6 +27,38 @@ def empty_state(cfg: LayerConfig, lead: Sequence[int], sharding: Any) -> State:
     assert cfg.recurrent is not None
     shapes = cfg.recurrent.state_shapes
     return tuple(jnp.zeros((*lead, *s), jnp.float32, device=sharding) for s in shapes)
+
+
+class HostStates(MutableMapping[int, State]):
+    """States of a device's layers, of all rows, that are in host memory between steps: what is
+    looked up is a copy on the device, and what is set is copied back."""
+
+    def __init__(self, device: Device, place: Place, memory: HostMemory):
+        self._device, self._memory = device, memory
+        self._place: Place = place
+        self._link = Link(device)
+        self._kept: dict[int, tuple[Any, ...]] = {}
+        self.sent = 0  # bytes copied to the device
+
+    def __getitem__(self, layer: int) -> State:
+        kept = self._kept[layer]
+        self.sent += sum(a.nbytes for a in kept)
+        return self._link.send(kept)
+
+    def __setitem__(self, layer: int, state: State) -> None:
+        _, self._kept[layer] = self._memory.hold(state, self._place, self._device)
+
+    def __delitem__(self, layer: int) -> None:
+        del self._kept[layer]
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._kept
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 class StateEnds:

@@ -300,6 +300,7 @@ def test_options_reach_the_plan_under_their_names():
         " -np 3 -ub 64 --dtype float16 --engine staged --rounding llama.cpp --dither --kv-replicate"
         " --page 32 --group-pages 5 --prefetch 6 --devices 2 -kvgl 4 --kv-device-bytes 1.5G"
         " --link-gbps 24.2,3.3 --no-kv-pinned -kvgld 1 --spec-type draft-mtp --spec-draft-n-max 2"
+        " --recurrent-state host"
     )
     args = make_parser().parse_args(line.split())
     assert args.devices == 2
@@ -314,6 +315,7 @@ def test_options_reach_the_plan_under_their_names():
         "kv_gpu_layers_draft": 1,
         "kv_device_bytes": "1.5G",
         "kv_pinned": False,
+        "recurrent_state": "host",
         "link_gbps": "24.2,3.3",
         "kv_rotate": False,
         "ctx": 99,

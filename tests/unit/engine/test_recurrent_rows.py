@@ -13,7 +13,12 @@ from jaxllm.models.recurrent import DeltaNet
 from support import assert_same_bytes, layer_config, make_llm, model_config, random_ids
 
 PAGE = 16
-ENGINES = {"fused": {}, "staged": {"engine": "staged"}, "host": {"kv": "host"}}
+ENGINES = {
+    "fused": {},
+    "staged": {"engine": "staged"},
+    "host": {"kv": "host"},
+    "host states": {"recurrent_state": "host"},
+}
 CUT = dict(devices=3, split_mode="tensor", attn_split="2,1,0", kv="host")
 
 

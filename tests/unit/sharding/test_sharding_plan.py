@@ -303,6 +303,10 @@ def test_which_engine(mesh, options, engine):
 def test_engines_that_cannot():
     with pytest.raises(PlanError, match="-nkvo"):
         PlanOptions(engine="fused", kv="host")
+    with pytest.raises(PlanError, match="--recurrent-state host"):
+        PlanOptions(engine="fused", recurrent_state="host")
+    with pytest.raises(PlanError, match="needs recurrent layers"):
+        make_plan(model(), Mesh.virtual(1), PlanOptions(recurrent_state="host"))
     with pytest.raises(PlanError, match="-sm layer"):
         make_plan(model(), Mesh.virtual(2), PlanOptions(engine="fused"))
     with pytest.raises(PlanError, match="of one kind"):
