@@ -29,7 +29,7 @@ def add(subparsers: Any) -> None:
     sizes = "sizes of a copy in MiB (default 1,4,16,64)"
     parser.add_argument("--copy-mib", default="1,4,16,64", metavar="SIZES", help=sizes)
     ahead = "copies in flight (default 4)"
-    parser.add_argument("--prefetch", type=int, default=4, metavar="N", help=ahead)
+    parser.add_argument("--prefetch", "--kv-prefetch", type=int, default=4, metavar="N", help=ahead)
     add_again(parser)
 
 

@@ -192,7 +192,7 @@ def _split_options() -> tuple[SplitOption, ...]:
             number,
         ),
         option(
-            ("--prefetch",),
+            ("--prefetch", "--kv-prefetch"),
             "prefetch",
             f"copies in flight; 0: each only when needed (default {plan.prefetch})",
             number,
