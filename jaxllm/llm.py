@@ -342,8 +342,8 @@ class LLM:
         engine = self.engine
         if not isinstance(engine, FusedEngine) or engine.mesh is not None:
             raise OptionError(
-                "step_fn needs the fused engine on one device; load the model with devices=1 and "
-                'kv="device"'
+                "step_fn needs the fused engine on one device; load the model with devices=1, and "
+                'with cache and recurrent states on it (kv="device", recurrent_state="device")'
             )
         fn = pure_step(engine.model, self.plan.options.ctx, self.plan.options.ubatch)
         with memory_of(self.plan):

@@ -55,7 +55,7 @@ class Prompts:
             )
         if self.cfg.encoder:
             begun = [self.cfg.start] if decoder_input_ids is None else decoder_input_ids
-            return given, self.ids(begun)
+            return given, self.ids(begun, "decoder_input_ids")
         if decoder_input_ids is not None:
             raise OptionError(
                 f"{self.cfg.architecture} has no encoder; drop decoder_input_ids, and give all "
@@ -63,16 +63,16 @@ class Prompts:
             )
         return [], given
 
-    def ids(self, ids: Ids) -> list[int]:
-        """Token ids that are of the vocabulary and fit the context."""
+    def ids(self, ids: Ids, what: str = "the prompt") -> list[int]:
+        """Token ids that are of the vocabulary and fit the context; `what` they are."""
         ids = token_ids(ids)
         ctx, vocab = self.options.ctx, self.cfg.vocab
         if not ids:
-            raise PromptError("the prompt is empty; give at least one token")
+            raise PromptError(f"{what} is empty; give at least one token")
         if len(ids) > ctx:
             raise PromptError(
-                f"the prompt has {len(ids)} tokens and the context {ctx}; raise ctx (-c) or "
-                "shorten the prompt"
+                f"{what} has {len(ids)} tokens and the context {ctx}; raise ctx (-c) or "
+                f"shorten {what}"
             )
         wrong = next((i for i in ids if not 0 <= i < vocab), None)
         if wrong is not None:

@@ -192,7 +192,8 @@ class PlanOptions:
             raise PlanError(
                 f"{KV_GPU_LAYERS} does not go with {KV_DEVICE_BYTES}; give one of them."
             )
-        if self.kv == "device" and self.kv_pinned is not None:
+        on_devices = self.kv == self.recurrent_state == "device"
+        if on_devices and self.kv_pinned is not None:
             raise PlanError(
                 "--kv-pinned says where a host cache lives; give --no-kv-offload/-nkvo with it, or"
                 " drop it."

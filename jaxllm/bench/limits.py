@@ -25,7 +25,9 @@ def expected(plan: Plan, mesh: Mesh, limits: Limits, test: Test) -> dict[str, An
     cost, slots = CostModel(replace(plan, mesh=mesh)), plan.options.slots
     middle = test.depth + (test.prompt + test.predict) // 2
     devices = range(len(plan.mesh))
-    sent = sum(plan.link_bytes(i, middle) + plan.state_bytes(i) / slots for i in devices)
+    pages = sum(plan.link_bytes(i, middle) for i in devices)
+    states = sum(plan.state_bytes(i) for i in devices)  # of all slots, in every step
+    token = pages + states / slots
     weights = _read(cost, slots, 0)
     cache = _read(cost, slots, middle) - weights
     found: dict[str, Any] = {
@@ -35,7 +37,7 @@ def expected(plan: Plan, mesh: Mesh, limits: Limits, test: Test) -> dict[str, An
             cost.prefill_rate(test.depth + test.prompt // 2),
             cost.decode_rate(test.depth + test.prompt + test.predict // 2),
         ),
-        "link_bytes": sent if test.predict else sent / plan.options.ubatch,
+        "link_bytes": token if test.predict else (pages + states) / plan.options.ubatch,
         "compute_bytes": max(plan.compute_bytes(i) for i in devices),
     }
     if len(plan.mesh) == 1 or all(d.platform == "cpu" for d in plan.mesh.devices):

@@ -80,6 +80,8 @@ def test_what_it_cannot_do(shared: Path, tmp_path: Path):
     llm = _load(ubatch=32)
     with pytest.raises(PromptError, match="33 tokens and t5 reads all in one step of at most 32"):
         llm.generate(list(range(33)))
+    with pytest.raises(PromptError, match="decoder_input_ids is empty"):
+        llm.logits([1, 2], decoder_input_ids=[])
     with pytest.raises(PromptError, match="2 lists of decoder_input_ids for 1 prompts"):
         llm.logits([[1, 2]], [[0], [0]])
     with pytest.raises(PromptError, match="token id 256"):

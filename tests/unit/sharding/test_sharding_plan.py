@@ -305,6 +305,7 @@ def test_engines_that_cannot():
         PlanOptions(engine="fused", kv="host")
     with pytest.raises(PlanError, match="--recurrent-state host"):
         PlanOptions(engine="fused", recurrent_state="host")
+    assert PlanOptions(recurrent_state="host", kv_pinned=False).kv_pinned is False
     with pytest.raises(PlanError, match="needs recurrent layers"):
         make_plan(model(), Mesh.virtual(1), PlanOptions(recurrent_state="host"))
     with pytest.raises(PlanError, match="-sm layer"):
