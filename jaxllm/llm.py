@@ -19,7 +19,7 @@ from jaxllm.engine.build import PlannedModel, build_engine
 from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.engine.forward import empty_cache, pure_step
 from jaxllm.engine.fused import FusedEngine
-from jaxllm.engine.generate import Request, encode, generate, prefill
+from jaxllm.engine.generate import LOGIT_PLACES, Request, encode, generate, places, prefill
 from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import SamplingParams
 from jaxllm.engine.stopping import StopFilter
@@ -41,7 +41,6 @@ from sharding import Mesh, Plan, ensure_devices
 from sharding.memory import memory_of
 
 Devices = int | Sequence[Device] | None
-LOGIT_PLACES = 64  # positions that one head program takes when all are asked for
 
 
 class LLM:
@@ -402,12 +401,6 @@ class LLM:
         labels = [d.label for d in self.plan.mesh.devices]
         now = zip(labels, sent, self.engine.link_bytes(), strict=False)
         return Completion.of(request, text, filtered.stopped, {n: b - a for n, a, b in now})
-
-
-def places(size: int, used: int) -> Iterator[np.ndarray]:
-    """Places of a chunk whose logits are made at once, up to those of its used tokens."""
-    step = min(size, LOGIT_PLACES)
-    yield from (at + np.arange(step) for at in range(0, used, step))
 
 
 def open_mesh(devices: Devices) -> Mesh:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.errors import OptionError, shown
-from jaxllm.places import check_no_folder, part_of
+from jaxllm.paths import check_no_folder, part_of
 
 MAGIC = b"JXLLMKL1"
 

@@ -32,7 +32,7 @@ from jaxllm.engine.states import StateRow
 from jaxllm.errors import SessionError
 from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig, ModelConfig
-from jaxllm.places import check_no_folder, part_of
+from jaxllm.paths import check_no_folder, part_of
 
 FORMAT, VERSION = "jaxllm session", "3"
 OWN = "cached", "prefilled", "firsts"  # numbers of the session alone

@@ -175,8 +175,7 @@ class CostModel:
         plan, options, fabric = self.plan, self.plan.options, self.plan.mesh.fabric
         attn, mlp, head = (self._seconds(*part) for part in self.work(tokens, rows, seen))
         devices = range(len(plan.mesh))
-        pages = [rows * plan.link_bytes(d, position) for d in devices]
-        sent = np.array(pages, float) + [plan.state_bytes(d) for d in devices]
+        sent = np.array([plan.step_bytes(d, position, rows) for d in devices], float)
         rates = rates_of(plan.mesh.devices, np.flatnonzero(sent), "link_gbps", 1e9)
         links = sent / rates
         payload = tokens * plan.model.embed * options.itemsize

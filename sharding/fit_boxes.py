@@ -11,7 +11,6 @@ from sharding.fit_tables import Floats
 from sharding.fit_terms import TensorParts
 
 SLACK = 1 + 1e-9  # of comparisons of seconds
-TINY = 1e-30
 CHUNK = 0  # the first of a box's bounds
 Box = tuple[Floats, Floats]  # least and most
 

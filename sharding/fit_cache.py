@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sharding.fit_units import Floats
 from sharding.options import PlanOptions
 from sharding.rings import resident_pages
 
-Floats = NDArray[np.float64]
 STEPS = 2  # kinds of step: a chunk of prompt, and one that decodes
 
 

@@ -10,25 +10,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sharding import sizes
-from sharding.cost import (
-    attention_work,
-    experts_work,
-    groups_of,
-    rates_of,
-)
+from sharding.cost import attention_work, experts_work, groups_of, rates_of
 from sharding.errors import PlanError
 from sharding.fit_cache import Pages
 from sharding.fit_probe import FOLLOWED, Probe
-from sharding.fit_units import Grid, LayerSet
+from sharding.fit_units import Floats, Grid, LayerSet
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions
 from sharding.residency import reserve
 from sharding.rings import full_pages, live_pages, position_bytes, ring_positions
 
-Floats = NDArray[np.float64]
 COUNTED = "kv_heads", "states"
 
 

@@ -15,18 +15,17 @@ from sharding import sizes
 from sharding.axes import axis
 from sharding.cache_types import check_rows, rotation_notes
 from sharding.errors import DoesNotFit, PlanError
-from sharding.memory import PINNED_DEFAULT, PINNED_LIMIT
 from sharding.mesh import Mesh
 from sharding.options import EngineName, PlanOptions
+from sharding.plan_notes import attention_notes, pinned_notes, ring_notes
 from sharding.residency import Residency, spend_budget, streaming_all
-from sharding.rings import full_pages, is_resident, position_bytes, ring_positions
+from sharding.rings import full_pages, is_resident
 from sharding.shapes import Context, LayerShape, ModelShape, TensorShape
 from sharding.splits import (
     LayerPlan,
     Ranges,
     holders,
     replications,
-    shares_of,
     split_layers,
     split_tensor,
 )
@@ -212,6 +211,11 @@ class Plan:
         slots, and gets back."""
         return sizes.state_bytes(self, self._device(device))
 
+    def step_bytes(self, device: int, position: int, rows: int = 1) -> int:
+        """Bytes sent to a device in one step of so many sequences with `position` earlier positions
+        each: their pages, and recurrent states."""
+        return rows * self.link_bytes(device, position) + self.state_bytes(device)
+
     def compute_bytes(self, device: int) -> int:
         """Bytes that a step's intermediate arrays take, at most, by their sizes."""
         return sizes.compute_bytes(self, self._device(device))
@@ -295,7 +299,7 @@ def make_plan(
         )
     if options.split_mode == "tensor":
         layers, vocab = split_tensor(model, mesh, options)
-        notes = _attention_notes(model, mesh, options, layers)
+        notes = attention_notes(model, mesh, options, layers)
     else:
         layers, vocab, notes = split_layers(model, mesh, options)
     engine, why = _choose_engine(mesh, options, layers, vocab)
@@ -306,7 +310,7 @@ def make_plan(
     plan = replace(plan, residency=streaming_all(plan))
     residency, more = spend_budget(plan)
     plan = replace(plan, residency=residency, notes=notes + more)
-    return replace(plan, notes=plan.notes + _pinned_notes(plan) + _ring_notes(plan))
+    return replace(plan, notes=plan.notes + pinned_notes(plan) + ring_notes(plan))
 
 
 def _used(layers: Sequence[LayerPlan], vocab: Ranges) -> tuple[int, ...]:
@@ -351,61 +355,3 @@ def _choose_engine(
     if _equal(layers, vocab):
         return "fused", "alike devices have equal parts of everything."
     return "staged", "devices have unequal parts."
-
-
-def _pinned_notes(plan: Plan) -> tuple[str, ...]:
-    """Whether a full cache needs more pinned memory than the backend of a GPU gives by itself."""
-    gpus = any(d.platform in ("gpu", "cuda", "rocm") for d in plan.mesh.devices)
-    size = sum(plan.cache_bytes(i)["host"] for i in range(len(plan.mesh)))
-    if not gpus or plan.options.kv_pinned is False or size <= PINNED_DEFAULT:
-        return ()
-    return (
-        f"the host cache takes up to {size} bytes and pinned memory ends at {PINNED_DEFAULT >> 30}"
-        f" GB unless {PINNED_LIMIT} says more; the rest of it would be in pageable memory, which"
-        " reaches a device more slowly.",
-    )
-
-
-def _ring_notes(plan: Plan) -> tuple[str, ...]:
-    """Whether rounding gives sequences much more cache than their context."""
-    options, ring = plan.options, ring_positions(plan.engine, plan.options)
-    owners = any(shape.has_pages for shape in plan.model.layers)
-    if not owners or ring < 2 * options.ctx:
-        return ()
-    return (
-        f"a sequence takes {ring} positions of cache on the devices for a context of"
-        f" {options.ctx}, a multiple of --page {options.page} and -ub {options.ubatch}: smaller"
-        " ones take less.",
-    )
-
-
-def _attention_notes(
-    model: ModelShape, mesh: Mesh, options: PlanOptions, layers: Sequence[LayerPlan]
-) -> tuple[str, ...]:
-    notes = []
-    attn = shares_of(mesh, options)[1]
-    way_out = "" if options.kv_replicate else " (--kv-replicate stores KV heads more than once)"
-    with_attention = [i for i, shape in enumerate(model.layers) if shape.kv_heads]
-    for device, info in enumerate(mesh.devices):
-        idle = [i for i in with_attention if device not in layers[i].attn_devices]
-        if attn[device] > 0 and idle:
-            most = max(model.layers[i].kv_heads * layers[i].replication for i in idle)
-            notes.append(
-                f"device {info.label} has no attention work in {len(idle)} of"
-                f" {len(with_attention)} layers: its share of at most {most} KV groups rounds to"
-                f" none{way_out}."
-            )
-    weights = cache = 0
-    for shape, layer in zip(model.layers, layers, strict=True):
-        extra = shape.kv_heads * (layer.replication - 1)
-        rows = shape.k_dim + (0 if shape.k_only else shape.v_dim)
-        weights += extra * rows * model.embed * options.itemsize
-        if shape.has_pages:
-            cache += extra * position_bytes(shape, options) * options.ctx * options.slots
-    if weights:
-        times = max(layer.replication for layer in layers)
-        notes.append(
-            f"KV heads are stored up to {times} times: {weights} bytes of K and V weights and"
-            f" {cache} bytes of cache are extra copies."
-        )
-    return tuple(notes)

@@ -71,9 +71,9 @@ def pay_note(plan: Plan, residency: Residency) -> tuple[str, ...]:
     if not streaming:
         return ()
     rates = host_rates([plan.mesh.devices[i] for i in streaming])
-    sent = [after.link_bytes(i, position) for i in streaming]
+    sent = [after.step_bytes(i, position) for i in streaming]
     times = [n / rate for n, rate in zip(sent, rates, strict=True)]
-    before = [plan.link_bytes(i, position) / r for i, r in zip(streaming, rates, strict=True)]
+    before = [plan.step_bytes(i, position) / r for i, r in zip(streaming, rates, strict=True)]
     longest = max(times)
     if longest < max(before):
         return ()

@@ -25,9 +25,8 @@ def expected(plan: Plan, mesh: Mesh, limits: Limits, test: Test) -> dict[str, An
     cost, slots = CostModel(replace(plan, mesh=mesh)), plan.options.slots
     middle = test.depth + (test.prompt + test.predict) // 2
     devices = range(len(plan.mesh))
-    pages = sum(plan.link_bytes(i, middle) for i in devices)
-    states = sum(plan.state_bytes(i) for i in devices)  # of all slots, in every step
-    token = pages + states / slots
+    rows, tokens = (slots, slots) if test.predict else (1, plan.options.ubatch)  # of a step
+    sent = sum(plan.step_bytes(i, middle, rows) for i in devices)
     weights = _read(cost, slots, 0)
     cache = _read(cost, slots, middle) - weights
     found: dict[str, Any] = {
@@ -37,13 +36,13 @@ def expected(plan: Plan, mesh: Mesh, limits: Limits, test: Test) -> dict[str, An
             cost.prefill_rate(test.depth + test.prompt // 2),
             cost.decode_rate(test.depth + test.prompt + test.predict // 2),
         ),
-        "link_bytes": token if test.predict else (pages + states) / plan.options.ubatch,
+        "link_bytes": sent / tokens,
         "compute_bytes": max(plan.compute_bytes(i) for i in devices),
     }
     if len(plan.mesh) == 1 or all(d.platform == "cpu" for d in plan.mesh.devices):
         seconds = (weights + cache) / (limits.read_gb_s * 1e9)
         if limits.link_gb_s is not None:
-            most = max(slots * plan.link_bytes(i, middle) + plan.state_bytes(i) for i in devices)
+            most = max(plan.step_bytes(i, middle, slots) for i in devices)
             seconds = max(seconds, most / (limits.link_gb_s * 1e9))
         prompt = limits.matmul_gflop_s * 1e9 / _operations(cost)
         found["limit"] = _join(test, prompt, slots / seconds)

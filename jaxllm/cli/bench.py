@@ -248,8 +248,7 @@ def _compared(llm: LLM, measure_limits: Any) -> Any:
 
     plan, dtype = llm.plan, llm.model.dtype
     devices = tuple(plan.mesh.jax_devices or ())
-    ctx = plan.options.ctx
-    streams = any(plan.link_bytes(i, ctx) or plan.state_bytes(i) for i in range(len(devices)))
+    streams = any(plan.step_bytes(i, plan.options.ctx) for i in range(len(devices)))
     place = host_place(devices, plan.options.kv_pinned) if streams else None
     with measuring(show=True) as tell:
         tell("what the first device can do at most")

@@ -12,7 +12,7 @@ from jaxllm.cli.options import add_command, add_model, add_sampling, sampling_pa
 from jaxllm.cli.split import add_split, split_arguments
 from jaxllm.errors import OptionError, PromptError, SessionError
 from jaxllm.json_text import to_json
-from jaxllm.places import check_place
+from jaxllm.paths import check_place
 from sharding import format_bytes
 
 if TYPE_CHECKING:

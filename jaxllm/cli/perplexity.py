@@ -12,8 +12,8 @@ from jaxllm.cli.options import add_command, add_model
 from jaxllm.cli.split import add_split, split_arguments
 from jaxllm.errors import OptionError, PromptError
 from jaxllm.json_text import to_json
+from jaxllm.paths import check_place
 from jaxllm.perplexity import DEFAULT_CTX, Perplexity, check_chunks, count_chunks, perplexity
-from jaxllm.places import check_place
 
 _EXAMPLES = """\
   jaxllm perplexity -m smollm2-135m -f text.txt

@@ -25,6 +25,7 @@ from jaxllm.errors import ModelError
 
 FinishReason = Literal["stop", "length", "context"]
 SMALLEST_CHUNK = 16
+LOGIT_PLACES = 64  # positions that one head program takes when all are asked for
 
 
 def chunk_sizes(ubatch: int) -> tuple[int, ...]:
@@ -62,6 +63,12 @@ def prefill(
             hidden = engine.forward(padded, row, np.asarray([at], np.int32), used)
             engine.settle(row, np.asarray([at + used]))
         yield hidden, used, size
+
+
+def places(size: int, used: int) -> Iterator[np.ndarray]:
+    """Places of a chunk whose logits are made at once, up to those of its used tokens."""
+    step = min(size, LOGIT_PLACES)
+    yield from (at + np.arange(step) for at in range(0, used, step))
 
 
 def encode(engine: Engine, row: int, ids: Sequence[int], ubatch: int) -> None:

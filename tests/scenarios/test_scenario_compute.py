@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxllm.engine import fused, staged, staged_step
+from jaxllm.engine.generate import LOGIT_PLACES
 from jaxllm.engine.stages import StageIn
-from jaxllm.llm import LOGIT_PLACES
 from jaxllm.models.experts import BLOCK_ROWS
 from jaxllm.models.parts import BlockIndexer, Experts, Indexer, Latent, Relative, Rope
 from jaxllm.testing import random_llm, small_config
