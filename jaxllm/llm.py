@@ -64,7 +64,7 @@ class LLM:
         kv_rotate     rotate what a quantised cache stores; see `sharding.PlanOptions`
         dtype         of weights and activations: "float32", "bfloat16" or "float16"
         weights       "dequantised" to dtype, or "quantised": as the file has them, if it can be
-        impl          of the fused engine's attention: "jnp", or "kernel" on Hopper GPUs
+        impl          of attention: "jnp", or "kernel", the default on Hopper GPUs
         ctx           positions a sequence may have (-c)
         parallel      sequences that run at once (-np); more prompts wait for a free one
         ubatch        tokens of a prefill chunk, a power of two (-ub)

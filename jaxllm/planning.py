@@ -208,7 +208,7 @@ def plan_config(
     weights: str = "dequantised",
     stored: StoredTypes | None = None,
     spec_type: str = "none",
-    impl: str = "jnp",
+    impl: str | None = None,
     **arguments: Any,
 ) -> PlannedModel:
     """The plan of a model over a mesh; `arguments` are those of `LLM`, of which a fit chooses the
@@ -218,9 +218,10 @@ def plan_config(
     they are measured, once, and `progress` says so.
     """
     keep = _kept(weights, stored)
-    if impl not in IMPLS:
+    if impl is not None and impl not in IMPLS:
         raise OptionError(f"impl must be one of {', '.join(IMPLS)}, not {impl!r}")
-    if impl == "kernel" and not all(map(has_kernel, mesh.jax_devices or ())):
+    able = all(map(has_kernel, mesh.jax_devices or ()))
+    if impl == "kernel" and not able:
         raise OptionError("impl kernel needs Hopper GPUs and jax 0.11; drop it for jnp")
     if spec_type not in SPEC_TYPES:
         raise OptionError(f"spec_type must be one of {', '.join(SPEC_TYPES)}, not {spec_type!r}")
@@ -247,9 +248,7 @@ def plan_config(
         mesh = measured(mesh, _delivery(cfg, mesh, options), links_file(), measure)
     model = plan_model(block, cfg, mesh, options, dtype, mlp_block, keep)
     _warn_of_residency(model.plan)
-    if impl == "kernel" and model.plan.engine == "staged":
-        raise OptionError("impl kernel goes with the fused engine, and the plan is staged; drop it")
-    return replace(model, kernels=impl == "kernel")
+    return replace(model, kernels=able if impl is None else impl == "kernel")
 
 
 def _warn_of_residency(plan: Plan) -> None:

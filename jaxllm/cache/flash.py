@@ -1,18 +1,19 @@
-"""Attention over a ring by a kernel, on devices that have one.
+"""Attention over rings and pages by a kernel, on devices that have one.
 
-`attend_flash` stands for `attend_ring` and `attend_span`, which are the reference, where `flashes`
-says that the kernel does what a layer asks for.
+`attend_flash` stands for `attend_ring`, `attend_span` and `attend_tail`, `attend_pages_flash` for
+`attend_pages`. Those are the reference; `flashes` and `flashes_pages` say where the kernel does
+what a layer asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from math import log
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.attention import Carry, Ring
+from jaxllm.cache.attention import LOWEST, Carry, Ring, decode_block, split_page
 from jaxllm.models.config import LayerConfig
 
 ROWS = 64  # queries of a warpgroup: the least that a tensor core instruction takes
@@ -32,12 +33,17 @@ def flashes(cfg: LayerConfig, count: int, dtype: Any, capacity: int) -> bool:
     """Whether the kernel does what a layer asks for: for `count` tokens of each row in this type,
     over rings of this capacity."""
     types = {jnp.dtype(dtype), jnp.dtype(cfg.cache.k.dtype), jnp.dtype(cfg.cache.v.dtype)}
+    return len(types) == 1 and flashes_pages(cfg, count, dtype, capacity)
+
+
+def flashes_pages(cfg: LayerConfig, count: int, dtype: Any, page: int) -> bool:
+    """The same over pages of so many positions, in a cache of any type."""
     return (
         cfg.causal
         and not (cfg.chunked or cfg.alibi or cfg.relative or cfg.latent or cfg.indexer)
-        and types in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
+        and jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
         and {cfg.k_dim, cfg.v_dim} <= {*WIDTHS}
-        and capacity % BLOCK == 0
+        and page % BLOCK == 0
         and (count % (2 * ROWS) == 0 or (count == 1 and cfg.q_per_kv <= ROWS - 8))
     )
 
@@ -54,11 +60,22 @@ class Tiles(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What is done to scores: their scale, a cap on their size, a window of positions."""
+    """What is done to scores: their scale, a cap on their size, a window of positions. And the
+    width of values, which may be joined to keys."""
 
     scale: float
     softcap: float | None
     window: int | None
+    v_dim: int
+
+
+class Parts(NamedTuple):
+    """What queries have of full pages: m (for powers of two) and l [N, parts, K, Q] and acc
+    [N, parts, K, Q, Hv], where Q fills the kernel's tiles."""
+
+    m: jax.Array
+    l: jax.Array  # noqa: E741
+    acc: jax.Array
 
 
 def tiles(queries: int, parts: int, width: int) -> Tiles:
@@ -69,18 +86,87 @@ def tiles(queries: int, parts: int, width: int) -> Tiles:
 
 
 def attend_flash(
-    cfg: LayerConfig, carry: Carry, q: jax.Array, ring: Ring, row: jax.Array, positions: jax.Array
+    cfg: LayerConfig,
+    carry: Carry,
+    q: jax.Array,
+    ring: Ring,
+    row: jax.Array,
+    positions: jax.Array,
+    floor: jax.Array | None = None,
 ) -> Carry:
-    """Fold a whole ring into the carry, as `attend_ring` does."""
+    """Fold a whole ring into the carry, as `attend_ring` does; with a floor [N] as `attend_tail`
+    does."""
     from jaxllm.cache.flash_kernel import flash  # takes a second, and most devices have no use
 
     n, heads, per_head, length, _ = q.shape
     parts = max(1, min(ring.capacity // SMALL, PROGRAMS // (n * heads)))
     cut = tiles(per_head * length, parts, max(cfg.k_dim, cfg.v_dim))
-    at = jnp.append(positions[:, 0], row)
-    how = Scores(cfg.scale, cfg.softcap, cfg.window)
-    found = flash(_flat(q), ring.k, ring.v, at, length, how, cut)
-    return _merged(carry, *_whole(found, per_head, length))
+    floor = jnp.zeros((n,), jnp.int32) if floor is None else floor
+    at = jnp.concatenate([positions[:, 0], floor, row[None]])
+    found = flash(_flat(q), (ring.k, ring.v), at, length, _scores(cfg), cut)
+    return with_parts(carry, Parts(*found), q)
+
+
+def no_parts(cfg: LayerConfig, q: jax.Array, page: int) -> Parts:
+    """Where a fold of pages of so many positions begins, for queries q [N, K, G, T, H]."""
+    n, heads, per_head, length, _ = q.shape
+    cut = _cut_pages(cfg, q, page)
+    lead = n, cut.parts, heads, max(ROWS, per_head * length)
+    nothing = jnp.zeros(lead, jnp.float32)
+    return Parts(jnp.full_like(nothing, LOWEST), nothing, jnp.zeros((*lead, cfg.v_dim)))
+
+
+def attend_pages_flash(
+    cfg: LayerConfig,
+    before: Parts,
+    q: jax.Array,
+    pages: tuple[jax.Array, ...],
+    table: jax.Array,
+    row: jax.Array,
+    positions: jax.Array,
+) -> Parts:
+    """Fold a group of full pages, as `attend_pages` does."""
+    from jaxllm.cache.flash_kernel import flash  # takes a second, and most devices have no use
+
+    if len(pages) > 1 or cfg.cache.k.dtype != q.dtype:
+        pages = decode_block(cfg, q, *split_page(cfg, pages))
+    keys, *_ = pages
+    count, _, page, _ = keys.shape
+    at = jnp.concatenate([positions[:, 0], row[None], table])
+    cut, how = _cut_pages(cfg, q, page), _scores(cfg)
+    return Parts(*flash(_flat(q), pages, at, q.shape[3], how, cut, count, before))
+
+
+def with_parts(carry: Carry, parts: Parts, q: jax.Array) -> Carry:
+    """The carry of queries q [N, K, G, T, H] with what they have of other keys."""
+    per_head, length = q.shape[2:4]
+    m, l, acc = (  # noqa: E741
+        a[:, :, :, : per_head * length].reshape(*a.shape[:3], per_head, length, *a.shape[4:])
+        for a in parts
+    )
+    most = m.max(axis=1)
+    fade = jnp.exp2(m - most[:, None])
+    l, acc = (l * fade).sum(axis=1), (acc * fade[..., None]).sum(axis=1)  # noqa: E741
+    m = most * log(2)
+    most = jnp.maximum(carry.m, m)
+    old, new = jnp.exp(carry.m - most), jnp.exp(m - most)
+    return carry._replace(
+        m=most,
+        l=carry.l * old + l * new,
+        acc=carry.acc * old[..., None] + acc * new[..., None],
+    )
+
+
+def _scores(cfg: LayerConfig) -> Scores:
+    return Scores(cfg.scale, cfg.softcap, cfg.window, cfg.v_dim)
+
+
+def _cut_pages(cfg: LayerConfig, q: jax.Array, page: int) -> Tiles:
+    """For pages of so many positions: all rows of a tile are kept, from group to group."""
+    n, heads, per_head, length, _ = q.shape
+    parts = max(1, min(page // SMALL, PROGRAMS // (n * heads)))
+    cut = tiles(per_head * length, parts, max(cfg.k_dim, cfg.v_dim))
+    return cut._replace(kept=ROWS)
 
 
 def _flat(q: jax.Array) -> jax.Array:
@@ -89,26 +175,3 @@ def _flat(q: jax.Array) -> jax.Array:
     flat = q.reshape(n, heads, per_head * length, width)
     missing = max(0, ROWS - per_head * length)
     return jnp.pad(flat, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else flat
-
-
-def _whole(found: Sequence[jax.Array], per_head: int, length: int) -> Sequence[jax.Array]:
-    """Of m and l [S, parts, K, Q] and acc [S, parts, K, Q, Hv] of parts, those of whole sets
-    [S, K, G, T] and [S, K, G, T, Hv]."""
-    m, l, acc = (  # noqa: E741
-        a[:, :, :, : per_head * length].reshape(*a.shape[:3], per_head, length, *a.shape[4:])
-        for a in found
-    )
-    most = m.max(axis=1)
-    fade = jnp.exp(m - most[:, None])
-    return most, (l * fade).sum(axis=1), (acc * fade[..., None]).sum(axis=1)
-
-
-def _merged(carry: Carry, m: jax.Array, l: jax.Array, acc: jax.Array) -> Carry:  # noqa: E741
-    """The carry with what other keys gave."""
-    most = jnp.maximum(carry.m, m)
-    old, new = jnp.exp(carry.m - most), jnp.exp(m - most)
-    return carry._replace(
-        m=most,
-        l=carry.l * old + l * new,
-        acc=carry.acc * old[..., None] + acc * new[..., None],
-    )

@@ -5,6 +5,11 @@ same way. Copies are issued ahead, through the layers and round to the first for
 while at most `prefetch` delivered groups exist at a time (in flight or in use). While one stream
 waits, its peers go on issuing, so that no device's link rests for another's. Only the thread that
 runs the engine may call a stream.
+
+A copy gets its room on the device when it is issued, and there waits for all programs that were
+issued before it, as one of them may have used that room. So a group is passed on only when the
+copies behind it have been issued, half as many as may exist: else each would wait for the step on
+the one before, and the link with it.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ class PageStream:
 
     def __init__(self, store: PageStore, owners: Sequence[int | None], prefetch: int):
         self.store, self.prefetch = store, max(1, prefetch)
+        self.behind = self.prefetch // 2  # copies issued before a group is passed on
         self.link = Link(store.device)
         self.peers: Sequence[PageStream] = [self]  # that issue copies while one of them waits
         self.sent = 0  # bytes delivered to steps over the link
@@ -73,13 +79,13 @@ class PageStream:
         return self._deliver(self._coming)
 
     def waits(self) -> bool:
-        """Whether the next group of the visit in progress is not there yet."""
+        """Whether the next group of the visit in progress cannot be passed on yet."""
         if not self._coming or self._coming[0][0].place == "device":
             return False
-        if self._ahead:
-            return not self.link.arrived(self._ahead[0][1])
         self._forget_finished()
-        return len(self._busy) >= self.prefetch
+        if self._short():
+            return not self._has_room()
+        return not self.link.arrived(self._ahead[0][1])
 
     def pause(self) -> None:
         """Let some time pass in which all peers issue what they may."""
@@ -100,10 +106,7 @@ class PageStream:
                 group, table = coming.popleft()
                 yield group.pages, table  # type: ignore[misc]
                 continue
-            if not self._ahead:
-                self._wait_for_room()  # which may send it
-            if not self._ahead:
-                self._issue()
+            self._fetch()
             while not self.link.arrived(self._ahead[0][1]):
                 self.pause()
             group, table = coming.popleft()
@@ -114,12 +117,26 @@ class PageStream:
             yield pages, table
             del pages
 
-    def _wait_for_room(self) -> None:
-        if len(self.peers) > 1:
-            while len(self._busy) >= self.prefetch and not self._ahead:
+    def _fetch(self) -> None:
+        """Issue what must have been before the next group is passed on, its own copy included."""
+        while self._short():
+            if self._has_room():
+                self._issue()
+            elif len(self.peers) > 1:
                 self.pause()
-        while len(self._busy) >= self.prefetch:
-            self._busy.popleft().block_until_ready()
+            else:
+                self._busy.popleft().block_until_ready()
+
+    def _short(self) -> bool:
+        """Whether a copy that the next group waits for has not been issued."""
+        return self._issued < self._limit() and len(self._ahead) <= self.behind
+
+    def _has_room(self) -> bool:
+        return len(self._ahead) + len(self._busy) < self.prefetch
+
+    def _limit(self) -> int:
+        """Copies that may be issued: this step's, and the next one's if the same rows come."""
+        return len(self._queue) * (2 if self._again else 1)
 
     def _forget_finished(self) -> None:
         while self._busy and self._busy[0].is_ready():
@@ -129,8 +146,7 @@ class PageStream:
         self._forget_finished()
         if self.prefetch == 1:
             return  # a copy is issued when it is needed
-        limit = len(self._queue) * (2 if self._again else 1)
-        while self._issued < limit and len(self._ahead) + len(self._busy) < self.prefetch:
+        while self._issued < self._limit() and self._has_room():
             self._issue()
 
     def _issue(self) -> None:

@@ -226,7 +226,7 @@ def _settings(llm: LLM, arguments: dict[str, Any]) -> Row:
         "model": plan.model.name,
         "dtype": llm.model.dtype,
         "weights": arguments.get("weights", "dequantised"),
-        "impl": arguments.get("impl", "jnp"),
+        "impl": "kernel" if llm.model.kernels else "jnp",
         "engine": plan.engine,
         "devices": " ".join(d.label for d in plan.mesh.devices),
         "parallel": options.slots,

@@ -139,7 +139,7 @@ def _split_options() -> tuple[SplitOption, ...]:
         option(
             ("--impl",),
             "impl",
-            "attention in plain jnp, or by a kernel on Hopper GPUs (default jnp)",
+            "attention in plain jnp, or by a kernel on Hopper GPUs (default: where it can)",
             {"choices": ("jnp", "kernel")},
         ),
         option(

@@ -50,7 +50,7 @@ from sharding.splits import LayerPlan, Ranges
 @dataclass(frozen=True)
 class PlannedModel:
     """A model under a plan: `whole` has its KV heads replicated as the plan says, `kinds` what is
-    held quantised. `kernels`: attention of the fused engine is one."""
+    held quantised. `kernels`: attention is one."""
 
     plan: Plan
     block: type[Block]
@@ -216,7 +216,14 @@ def _build(
         drafting = bool(model.whole.cfg.ahead)
         states: Place = on_host if plan.options.recurrent_state == "host" else "device"
         return StagedEngine(
-            plan.of_context(context), own, arrays, devices, placed, drafting, states
+            plan.of_context(context),
+            own,
+            arrays,
+            devices,
+            placed,
+            drafting,
+            states,
+            model.kernels,
         )
 
     return _in_contexts(model.plan, model.whole, of_context, model.dtype)

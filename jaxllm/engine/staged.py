@@ -52,7 +52,7 @@ class StagedEngine(Engine):
 
     leaves and models have one entry a device of the plan; `place(device, layer, first)` says
     where a full page goes. `drafting` says that steps of one row and of all take turns;
-    `state_place` is where recurrent states are between steps.
+    `state_place` is where recurrent states are between steps, `kernels` whether attention is one.
     """
 
     def __init__(
@@ -64,10 +64,15 @@ class StagedEngine(Engine):
         place: Callable[[int, int, int], Place],
         drafting: bool = False,
         state_place: Place = "device",
+        kernels: bool = False,
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
         self.layers = [
-            list(map(layer_of, m.blocks, m.cfg.layers, m.kv_heads, m.states)) for m in models
+            [
+                layer_of(*each, kernels)
+                for each in zip(m.blocks, m.cfg.layers, m.kv_heads, m.states, strict=True)
+            ]
+            for m in models
         ]
         options = plan.options
         self.owners = models[0].cfg.owners  # whose cache each layer reads

@@ -248,7 +248,9 @@ class StagedStep:
     def _fold(self, device: int, index: int, pages: tuple[Array, ...], table: Array) -> None:
         self.engine.at_work = device
         here = self.engine.layers[device][index]
-        q, carry = self.queries[device]
-        carry, result = attend(carry, q, pages, table, self.packed[device], here=here)
+        q, carry, parts = self.queries[device]
+        seen = carry if parts is None else parts
+        seen, result = attend(seen, q, pages, table, self.packed[device], here=here)
         self.engine.streams[device].done(result)
-        self.queries[device] = Queries(q, carry)
+        kept = {"carry": seen} if parts is None else {"parts": seen}
+        self.queries[device] = self.queries[device]._replace(**kept)

@@ -21,6 +21,15 @@ from jaxllm.cache.attention import (
     join_page,
     ring_block,
 )
+from jaxllm.cache.flash import (
+    Parts,
+    attend_flash,
+    attend_pages_flash,
+    flashes,
+    flashes_pages,
+    no_parts,
+    with_parts,
+)
 from jaxllm.engine.local import (
     State,
     Top,
@@ -48,16 +57,19 @@ class Layer:
     cfg: LayerConfig
     kv_heads: int  # of the device's slice
     states: int
+    kernels: bool  # whether the device has those of attention
 
 
 layer_of = cache(Layer)
 
 
 class Queries(NamedTuple):
-    """What a device holds between a layer's stages: queries [N, K, G, T, H] and their carry."""
+    """What a device holds between a layer's stages: queries [N, K, G, T, H], their carry and, where
+    a kernel folds pages, what it has of these."""
 
     q: Array
     carry: Carry
+    parts: Parts | None
 
 
 class StageIn(NamedTuple):
@@ -149,16 +161,23 @@ def stage(
                 heads = new.project(x)
                 total = new.head_squares(heads)
             q, carry, ring = begin_attention(new, there.cfg, heads, total, ring, step, chosen)
-            begun, heads, total = Queries(q, carry), None, None
+            flash = there.kernels and flashes_pages(there.cfg, x.shape[1], x.dtype, page)
+            parts = no_parts(there.cfg, q, page) if flash else None
+            begun, heads, total = Queries(q, carry, parts), None, None
         elif piece == "out":
             assert here is not None and x is not None
             total = given.mixed
             if not here.kv_heads:
                 continue
             assert given.queries is not None and given.tail is not None
-            q, carry = given.queries
-            seen, floor = step.seen_from(here.cfg), step.floor_of(here.cfg)
-            carry = attend_tail(here.cfg, carry, q, given.tail, step.row, seen, floor, page)
+            q, carry, parts = given.queries
+            carry = carry if parts is None else with_parts(carry, parts, q)
+            tail, places = given.tail, (step.row, step.seen_from(here.cfg))
+            floor = step.floor_of(here.cfg)
+            if here.kernels and flashes(here.cfg, x.shape[1], x.dtype, tail.capacity):
+                carry = attend_flash(here.cfg, carry, q, tail, *places, floor)
+            else:
+                carry = attend_tail(here.cfg, carry, q, tail, *places, floor, page)
             made = choice(here.cfg, carry)
             chosen = chosen if made is None else made
             own = end_attention(old, here.cfg, carry, q, x)
@@ -194,22 +213,27 @@ def stage(
 
 
 @partial(
-    jax.jit, static_argnames=("here",), donate_argnames=("carry",), compiler_options=DEVICE_LOOPS
+    jax.jit, static_argnames=("here",), donate_argnames=("seen",), compiler_options=DEVICE_LOOPS
 )
 def attend(
-    carry: Carry,
+    seen: Carry | Parts,
     q: Array,
     pages: tuple[Array, ...],
     table: Array,
     packed: Array,
     *,
     here: Layer,
-) -> tuple[Carry, Array]:
-    """Fold a group; also a small result, by whose arrival the stream knows that the step ended."""
+) -> tuple[Carry | Parts, Array]:
+    """Fold a group into what queries have seen of pages; also a small result, by whose arrival the
+    stream knows that the step ended."""
     step = unpack_step(packed)
-    carry = attend_pages(here.cfg, carry, q, pages, table, step.row, step.seen_from(here.cfg))
-    result = carry.m if carry.kept is None else carry.kept.small
-    return carry, result[:1, :1, :1, :1]
+    places = table, step.row, step.seen_from(here.cfg)
+    if isinstance(seen, Parts):
+        seen = attend_pages_flash(here.cfg, seen, q, pages, *places)
+        return seen, seen.m[:1, :1, :1, :1]
+    seen = attend_pages(here.cfg, seen, q, pages, *places)
+    result = seen.m if seen.kept is None else seen.kept.small
+    return seen, result[:1, :1, :1, :1]
 
 
 @partial(jax.jit, static_argnames=("ends",))

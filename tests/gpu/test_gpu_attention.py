@@ -12,8 +12,15 @@ import numpy as np
 import pytest
 
 from jaxllm.bench.shapes import model_config
-from jaxllm.cache.attention import Ring, finish, start_carry
-from jaxllm.cache.flash import attend_flash, flashes, has_kernel
+from jaxllm.cache.attention import Carry, Ring, finish, join_page, page_table, start_carry
+from jaxllm.cache.flash import (
+    attend_flash,
+    attend_pages_flash,
+    flashes,
+    has_kernel,
+    no_parts,
+    with_parts,
+)
 from jaxllm.cache.types import CACHE_TYPES, CacheFormat
 from jaxllm.models.config import LayerConfig
 
@@ -25,10 +32,10 @@ ROUNDING = 1e-5  # NMSE: weights and results are bfloat16
 
 
 def _layer(
-    kv_heads: int, per_head: int, dim: int, window: int | None, cap: float | None
+    kv_heads: int, per_head: int, dim: int, window: int | None, cap: float | None, kind: str
 ) -> LayerConfig:
     base = model_config("small").layers[0]
-    own = CACHE_TYPES["bf16"]
+    own = CACHE_TYPES[kind]
     sizes: dict[str, Any] = {"kv_heads": kv_heads, "q_per_kv": per_head, "k_dim": dim, "v_dim": dim}
     how: dict[str, Any] = {"window": window, "softcap": cap, "scale": dim**-0.5}
     return replace(base, **sizes, **how, cache=CacheFormat(own, own))
@@ -88,7 +95,7 @@ RINGS = [  # kv heads, per head, dim, ring, tokens, starts, window, cap
 def test_rings(case: tuple) -> None:
     """One chunk of a row, or one token of several; a row without request is left out."""
     kv_heads, per_head, dim, capacity, tokens, starts, window, cap = case
-    cfg = _layer(kv_heads, per_head, dim, window, cap)
+    cfg = _layer(kv_heads, per_head, dim, window, cap, "bf16")
     assert flashes(cfg, tokens, BF16, capacity)
     rows, spare = len(starts), 1
     ring = Ring(*(_normal(i, rows + spare, kv_heads, capacity, dim) for i in (1, 2)))
@@ -107,3 +114,85 @@ def test_rings(case: tuple) -> None:
         k_pos = newest - (newest - slots) % capacity
         k, v = (_wide(side[spare + n]) for side in ring)
         _close(found[n], _expected(cfg, _wide(q[n]), k, v, np.asarray(positions[n]), k_pos))
+
+
+def test_a_tail_begins_at_its_floor() -> None:
+    cfg = _layer(8, 4, 128, None, None, "bf16")
+    floors, starts, capacity = (2048, 512), (2300, 515), 1024
+    ring = Ring(*(_normal(i, 2, 8, capacity, 128) for i in (1, 2)))
+    q, positions = _normal(3, 2, 8, 4, 1, 128), _positions(starts, 1)
+    carry, floor = start_carry(q, 128), jnp.asarray(floors, jnp.int32)
+    run = jax.jit(lambda q, ring: attend_flash(cfg, carry, q, ring, jnp.int32(0), positions, floor))
+    found = _wide(finish(run(q, ring), BF16))
+    for n, (first, start) in enumerate(zip(floors, starts, strict=True)):
+        k_pos = np.arange(first, start + 1)
+        k, v = (_wide(side[n])[:, k_pos % capacity] for side in ring)
+        _close(found[n], _expected(cfg, _wide(q[n]), k, v, np.asarray(positions[n]), k_pos))
+
+
+PAGES = [  # tokens, starts, first positions, rows, whether each page has one of them, first, type
+    (1, (1030,), (0, 256, 512, 768), (0,), False, 0, "bf16"),
+    (1, (300, 600), (0, 0, 256, 0), (3, 2, 3, 9), True, 2, "bf16"),
+    (1, (1030, 800, 1100), (0, 256, 512, 768), (2, 4), False, 2, "bf16"),
+    (256, (1024,), (0, 256, 512, 768), (0,), False, 0, "bf16"),
+    (256, (768,), (0, 256, 256, 512), (1, 0, 1, 1), True, 1, "bf16"),
+    (1, (1030,), (0, 256, 512, 768), (0,), False, 0, "q8_0"),
+    (128, (1024,), (0, 256, 512, 768), (0,), False, 0, "q4_0"),
+]
+
+
+@pytest.mark.parametrize("case", PAGES, ids=str)
+def test_pages(case: tuple) -> None:
+    """Each row sees its own pages, and what its carry had seen before."""
+    tokens, starts, firsts, rows, one_each, row, kind = case
+    cfg, page = _layer(4, 4, 128, None, None, kind), 256
+    k, v = (_normal(i, len(firsts), 4, page, 128) for i in (1, 2))
+    stored = cfg.cache.k.encode(k), cfg.cache.v.encode(v)
+    k, v = (cfg.cache.k.decode(side, 128, BF16) for side in stored)
+    before_k, before_v = (_normal(i, len(starts), 4, 8, 128) for i in (3, 4))
+    q = _normal(5, len(starts), 4, 4, tokens, 128)
+    positions = _positions(starts, tokens)
+    table = jnp.asarray(page_table(firsts, rows, len(starts), one_each))
+
+    @jax.jit
+    def run(q: jax.Array, pages: tuple[jax.Array, ...], row: jax.Array) -> jax.Array:
+        scores = jnp.einsum(
+            "nkgth,nkph->nkgtp", q.astype(jnp.float32), before_k.astype(jnp.float32)
+        )
+        weights = jnp.exp(scores * cfg.scale)
+        acc = jnp.einsum("nkgtp,nkph->nkgth", weights, before_v.astype(jnp.float32))
+        carry = Carry(jnp.zeros(q.shape[:-1]), weights.sum(axis=-1), acc)
+        done = attend_pages_flash(cfg, no_parts(cfg, q, page), q, pages, table, row, positions)
+        return finish(with_parts(carry, done, q), jnp.dtype(jnp.float32))
+
+    found = _wide(run(q, join_page(*stored), jnp.int32(row)))
+    for n in range(len(starts)):
+        owners = [(rows[i],) if one_each else rows for i in range(len(firsts))]
+        mine = [i for i, owner in enumerate(owners) if row + n in owner]
+        own_k, own_v = (
+            np.concatenate([_wide(old[n]), *(_wide(side[i]) for i in mine)], axis=1)
+            for old, side in ((before_k, k), (before_v, v))
+        )
+        k_pos = np.concatenate([np.zeros(8), *(firsts[i] + np.arange(page) for i in mine)])
+        _close(found[n], _expected(cfg, _wide(q[n]), own_k, own_v, np.asarray(positions[n]), k_pos))
+
+
+def test_how_pages_are_grouped_changes_no_bit() -> None:
+    """Groups of one, of two and of all pages, another row's pages between them, give the same."""
+    cfg = _layer(4, 4, 128, None, None, "bf16")
+    fold: Any = jax.jit(attend_pages_flash, static_argnums=0)
+    pages = join_page(*(_normal(i, 6, 4, 256, 128) for i in (1, 2)))[0]
+    rows, firsts = (0, 1, 0, 0, 1, 0), (0, 0, 256, 512, 256, 768)
+    for tokens, starts in ((1, (1100, 700)), (256, (1024,))):
+        q = _normal(3, len(starts), 4, 4, tokens, 128)
+        positions = _positions(starts, tokens)
+        results = []
+        for groups in ((range(6),), (range(4), range(4, 6)), ((0, 2, 3, 5), (1, 4))):
+            parts = no_parts(cfg, q, 256)
+            for group in map(list, groups):
+                own_firsts, own_rows = ([known[i] for i in group] for known in (firsts, rows))
+                table = jnp.asarray(page_table(own_firsts, own_rows, len(starts), one_each=True))
+                own = (pages[np.asarray(group)],)
+                parts = fold(cfg, parts, q, own, table, jnp.int32(0), positions)
+            results.append(b"".join(np.asarray(a).tobytes() for a in parts))
+        assert len(set(results)) == 1, tokens

@@ -30,8 +30,7 @@ def _config() -> ModelConfig:
 
 def _llm(**arguments: Any) -> LLM:
     settings: dict[str, Any] = {"ctx": 1024, "page": 128, "ubatch": 256, "group_pages": 4}
-    fused = not {"kv", "engine", "split_mode"} & {*arguments}
-    settings |= {"devices": 1, "impl": "kernel" if fused else "jnp"}
+    settings["devices"] = 1
     return LLM.from_config(_config(), **(settings | arguments))
 
 
@@ -49,7 +48,7 @@ def _nmse(found: np.ndarray, want: np.ndarray) -> float:
 @pytest.fixture(scope="module")
 def exact() -> np.ndarray:
     cpu = jax.devices("cpu")[:1]
-    return _llm(devices=cpu, dtype="float32", impl="jnp").logits(IDS)
+    return _llm(devices=cpu, dtype="float32").logits(IDS)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_decoded_tokens_are_as_likely_as_float32_says(
     fused: tuple[np.ndarray, list[tuple[int, ...]]],
 ) -> None:
     """Each is the likeliest, or as near to it as two logits of bfloat16 may be."""
-    llm = _llm(devices=jax.devices("cpu")[:1], dtype="float32", impl="jnp")
+    llm = _llm(devices=jax.devices("cpu")[:1], dtype="float32")
     for prompt, tokens in zip((IDS, IDS[:300], IDS[:90]), fused[1], strict=True):
         logits = llm.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
         chosen = logits[np.arange(len(tokens)), list(tokens)]
