@@ -130,8 +130,7 @@ def attend_pages_flash(
 
     if len(pages) > 1 or cfg.cache.k.dtype != q.dtype:
         pages = decode_block(cfg, q, *split_page(cfg, pages))
-    keys, *_ = pages
-    count, _, page, _ = keys.shape
+    count, _, page, _ = next(iter(pages)).shape
     at = jnp.concatenate([positions[:, 0], row[None], table])
     cut, how = _cut_pages(cfg, q, page), _scores(cfg)
     return Parts(*flash(_flat(q), pages, at, q.shape[3], how, cut, count, before))

@@ -20,19 +20,26 @@ from jaxllm.runtime import DEVICE_LOOPS
 AXIS = "devices"
 
 
-def _per_device(mesh: JaxMesh | None, local: Callable, sharded: int, whole: int) -> Callable:
+def _per_device(
+    mesh: JaxMesh | None, local: Callable, sharded: int, whole: int, alike: bool = False
+) -> Callable:
     """`local` over every device of the mesh: its first `sharded` arguments and all its results
-    have a leading device axis, the `whole` last ones are the same everywhere."""
+    have a leading device axis, the `whole` last ones are the same everywhere. `alike`: so is the
+    first of its two results."""
     if mesh is None:
         return local
     split, same = PartitionSpec(AXIS), PartitionSpec()
 
     def body(*args: object) -> object:
         own = jax.tree.map(lambda a: a[0], args[:sharded])
-        return jax.tree.map(lambda a: a[None], local(*own, *args[sharded:]))
+        found = local(*own, *args[sharded:])
+        first, found = found if alike else (None, found)
+        found = jax.tree.map(lambda a: a[None], found)
+        return (first, found) if alike else found
 
     specs = (split,) * sharded + (same,) * whole
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+    out = (same, split) if alike else split
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
 def same_everywhere(mesh: JaxMesh) -> NamedSharding:
@@ -108,10 +115,7 @@ def greedy_step(
             values, ids = (jnp.take_along_axis(a, best_of, axis=0)[0] for a in both)
         return jnp.where(jnp.isfinite(values), ids, NO_TOKEN), cache
 
-    ids, cache = _per_device(mesh, local, 2, 2)(leaves, cache, tokens, places)
-    if mesh is not None:
-        ids = jax.lax.with_sharding_constraint(ids[0], same_everywhere(mesh))
-    return ids, cache
+    return _per_device(mesh, local, 2, 2, alike=True)(leaves, cache, tokens, places)
 
 
 @partial(jax.jit, static_argnames=("ends", "top", "mesh"))
@@ -137,10 +141,8 @@ def head(
 def features(leaves: tuple[Array, ...], x: Array, *, ends: BlockDef, mesh: JaxMesh | None) -> Array:
     """What a draft goes on from, [N, T, D]."""
 
-    def local(leaves: tuple[Array, ...], x: Array) -> Array:
-        return ends.bind(leaves).features(x)
+    def local(leaves: tuple[Array, ...], x: Array) -> tuple[Array, tuple[()]]:
+        return ends.bind(leaves).features(x), ()
 
-    found = _per_device(mesh, local, 2, 0)(leaves, x)
-    if mesh is None:
-        return found
-    return jax.lax.with_sharding_constraint(found[0], same_everywhere(mesh))
+    found, _ = _per_device(mesh, local, 2, 0, alike=True)(leaves, x)
+    return found

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -246,10 +247,11 @@ class StagedEngine(Engine):
 
     def rehearse(self, chunk: int) -> Iterator[int]:
         yield 0
-        for size in group_sizes(self.plan.options.group_pages):
+        for small, size in pairwise((1, *group_sizes(self.plan.options.group_pages))):
             if size * self.page > self.plan.options.ctx:
                 continue
-            self._hold_group(size)
+            for part in dict.fromkeys((small, size)):
+                self._hold_group(size, part)
             yield 0
             for store in self.stores:  # a group that loses a page is cut
                 for layer in range(len(self.plan.layers)):
@@ -257,15 +259,18 @@ class StagedEngine(Engine):
         self.release(0)
 
     @frees_on_failure
-    def _hold_group(self, size: int) -> None:
-        """Let row 0 have one group of so many pages in a layer of each kind, and nothing else."""
+    def _hold_group(self, size: int, part: int) -> None:
+        """Let row 0 have one group of so many pages in a layer of each kind, and nothing else: made
+        of parts of so many."""
         self.release(0)
-        at = np.int32(0)
         for store, model, rings in zip(self.stores, self.models, self.rings, strict=True):
             paged = [i for i in rings if self.roles[i] != "encoder"]
             first_of_kind = {(model.cfg.layers[i], model.kv_heads[i]): i for i in paged}
             for layer in first_of_kind.values():
-                store.add(layer, 0, 0, cut(rings[layer], at, at, page=self.page, pages=size))
+                for first in range(0, size * self.page, part * self.page):
+                    at = np.int32(0), np.int32(first)
+                    pages = cut(rings[layer], *at, page=self.page, pages=part)
+                    store.add(layer, 0, first, pages)
 
     @frees_on_failure
     def release(self, row: int) -> None:
