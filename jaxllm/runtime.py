@@ -15,6 +15,10 @@ DEVICE_LOOPS = {
     "DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 }
 
+# For programs over several GPUs: sums over devices stay in the order of the other kernels. On
+# streams of their own they overlap with nothing, and each costs two events.
+SUMS_IN_ORDER = {"xla_disable_hlo_passes": "async-collective-creator"}
+
 
 def cache_root() -> Path:
     """The user's cache folder of the package; the variable JAXLLM_CACHE overrides it."""

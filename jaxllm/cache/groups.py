@@ -10,6 +10,7 @@ A group lives in one place: on the device, in pinned host memory or in pageable 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -124,7 +125,7 @@ class GroupMaker:
     """Makes the groups of one device, of up to `largest` pages.
 
     An accelerator joins groups of pinned memory, whose link is faster than a thread that copies:
-    one at a time, in the room that steps take for computing.
+    as many at a time as make one of the largest, in the room that steps take for computing.
     """
 
     def __init__(self, device: Device, largest: int, host: HostMemory):
@@ -132,7 +133,7 @@ class GroupMaker:
         self.sizes = group_sizes(largest)
         self._on_device = SingleDeviceSharding(device, memory_kind="device")
         self._joins = device.platform != "cpu"
-        self._joined: Pages = ()  # that may still be on their way
+        self._joined: deque[Group] = deque()  # that may still be on their way
 
     def make(
         self, pages: Pages, firsts: tuple[int, ...], rows: Rows, place: Place, mixed: bool = False
@@ -151,14 +152,16 @@ class GroupMaker:
         pages = self._concatenated(parts, first.place)
         joined = self.make(pages, firsts, rows, first.place, first.mixed)
         if self._joins and first.place == "pinned":
-            self._joined = joined.pages
+            self._joined.append(joined)
         return joined
 
     def _concatenated(self, parts: list[Pages], place: Place) -> Pages:
         if place == "device":
             return tuple(map(_concat, parts))
         if self._joins and place == "pinned":
-            jax.block_until_ready(self._joined)
+            room = self.sizes[-1] - sum(len(part) for part in parts[0])
+            while sum(len(group.firsts) for group in self._joined) > room:
+                jax.block_until_ready(self._joined.popleft().pages)
             return tuple(_concat(deliver(part, self.device)) for part in parts)
         return tuple(np.concatenate([np.asarray(p) for p in part]) for part in parts)
 

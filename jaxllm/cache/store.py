@@ -56,12 +56,18 @@ class PageStore:
 
     def add(self, layer: int, row: int, first: int, pages: tuple[Array, ...]) -> None:
         """Take over full pages [M, K, P, ...] of one row from position `first` on."""
-        size = pages[0].shape[2]
+        count, size = len(pages[0]), pages[0].shape[2]
         mixed = row in self._together
         groups = self._runs[layer].setdefault(MIXED if mixed else (row,), [])
-        for i, at in enumerate(range(first, first + size * len(pages[0]), size)):
-            own = pages if len(pages[0]) == 1 else tuple(p[i : i + 1] for p in pages)
-            place = self.place(layer, at)
+        firsts = tuple(range(first, first + size * count, size))
+        places: list[Place] = [self.place(layer, at) for at in firsts]
+        smallest = len(groups[-1].firsts) if groups else count
+        fits = count in self._groups.sizes and count <= smallest  # where its pages would be joined
+        if fits and not mixed and len({*places}) == 1:
+            self._push(groups, self._groups.make(pages, firsts, (row,), places[0]))
+            return
+        for i, (at, place) in enumerate(zip(firsts, places, strict=True)):
+            own = pages if count == 1 else tuple(p[i : i + 1] for p in pages)
             self._push(groups, self._groups.make(own, (at,), (row,), place, mixed))
 
     def release(self, row: int) -> None:

@@ -15,7 +15,7 @@ from jaxllm.engine.local import NO_TOKEN, State, Step, Top, head_logits, unpack_
 from jaxllm.models.block import BlockDef
 from jaxllm.models.layers import Array
 from jaxllm.models.weights import Leaves, LocalModel
-from jaxllm.runtime import DEVICE_LOOPS
+from jaxllm.runtime import DEVICE_LOOPS, SUMS_IN_ORDER
 
 AXIS = "devices"
 
@@ -56,7 +56,9 @@ def _total(mesh: JaxMesh | None) -> Total:
     return alone if mesh is None else _together
 
 
-_program = partial(jax.jit, donate_argnames=("cache",), compiler_options=DEVICE_LOOPS)
+_program = partial(
+    jax.jit, donate_argnames=("cache",), compiler_options=DEVICE_LOOPS | SUMS_IN_ORDER
+)
 
 
 @partial(_program, static_argnames=("model", "mesh", "span", "keep", "kernels", "encode"))
