@@ -58,13 +58,14 @@ def host_place(devices: Sequence[Any], pinned: bool | None) -> Place:
 
 
 def host_array(values: Any, place: Place, device: Any) -> Any:
-    """`values` in host memory of `device`: pinned memory that it can read itself, or numpy's."""
+    """`values`, one array or a tree of them, in host memory of `device`: pinned memory that it can
+    read itself, or numpy's."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
     if place == "pinned":
         return jax.device_put(values, SingleDeviceSharding(device, memory_kind="pinned_host"))
-    return np.array(values)
+    return jax.tree.map(np.array, values)
 
 
 def deliver(pages: Sequence[Any], device: Any) -> tuple[Any, ...]:

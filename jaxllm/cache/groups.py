@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,14 @@ class Group:
         return replace(self, rows=rows, mixed=mixed, tables={})
 
 
+class Part(NamedTuple):
+    """What becomes a group: pages, the first position of each, and where they go."""
+
+    pages: Pages
+    firsts: tuple[int, ...]
+    place: Place
+
+
 def group_sizes(largest: int) -> tuple[int, ...]:
     """The sizes of groups: powers of four up to `largest` (a power of two), and that."""
     sizes = [1]
@@ -106,11 +115,13 @@ class HostMemory:
         """Some pages are gone, which may be enough for others."""
         self._exhausted = False
 
-    def hold(self, pages: Pages, place: Place, device: Device) -> tuple[Place, Pages]:
+    def hold(
+        self, groups: Sequence[Pages], place: Place, device: Device
+    ) -> tuple[Place, Sequence[Pages]]:
         """The pages in host memory, and in which: pageable where there is no more of the pinned."""
         if place == "pinned" and not self._exhausted:
             try:
-                return place, tuple(host_array(p, place, device) for p in pages)
+                return place, host_array(groups, place, device)
             except RuntimeError as error:
                 if not exhausted(error):
                     raise
@@ -118,7 +129,7 @@ class HostMemory:
             if not self._told:
                 self._told = True
                 warnings.warn(PINNED_NOTE, stacklevel=2)
-        return "pageable", tuple(host_array(p, "pageable", device) for p in pages)
+        return "pageable", host_array(groups, "pageable", device)
 
 
 class GroupMaker:
@@ -139,9 +150,19 @@ class GroupMaker:
         self, pages: Pages, firsts: tuple[int, ...], rows: Rows, place: Place, mixed: bool = False
     ) -> Group:
         """A group in a place, of pages that may still be in another."""
-        if place != "device":
-            place, pages = self.host.hold(pages, place, self.device)
-        return Group(pages, firsts, rows, place, mixed)
+        [group] = self.make_all([Part(pages, firsts, place)], rows, mixed)
+        return group
+
+    def make_all(self, parts: Sequence[Part], rows: Rows, mixed: bool = False) -> list[Group]:
+        """Groups of the same rows in their places; pages that go to the same are sent together."""
+        there = list(parts)
+        places: set[Place] = {part.place for part in parts if part.place != "device"}
+        for place in places:
+            index = [i for i, part in enumerate(parts) if part.place == place]
+            found, held = self.host.hold([parts[i].pages for i in index], place, self.device)
+            for i, pages in zip(index, held, strict=True):
+                there[i] = Part(pages, parts[i].firsts, found)
+        return [Group(part.pages, part.firsts, rows, part.place, mixed) for part in there]
 
     def join(self, groups: Sequence[Group]) -> Group:
         """Groups of one kind and place as one, in this order."""

@@ -14,13 +14,13 @@ or another one, begins with them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, pairwise
 from typing import Final
 
 import numpy as np
 
-from jaxllm.cache.groups import Group, GroupMaker, HostMemory, Pages, Rows
+from jaxllm.cache.groups import Group, GroupMaker, HostMemory, Pages, Part, Rows
 from jaxllm.models.layers import Array, Device
 from sharding.links import Place
 
@@ -54,21 +54,32 @@ class PageStore:
         self._together: set[int] = set()  # rows that step together
         self._parked: set[int] = set()
 
-    def add(self, layer: int, row: int, first: int, pages: tuple[Array, ...]) -> None:
-        """Take over full pages [M, K, P, ...] of one row from position `first` on."""
-        count, size = len(pages[0]), pages[0].shape[2]
+    def add(self, row: int, first: int, layers: Mapping[int, tuple[Array, ...]]) -> None:
+        """Take over full pages [M, K, P, ...] of one row from position `first` on, by layer."""
         mixed = row in self._together
-        groups = self._runs[layer].setdefault(MIXED if mixed else (row,), [])
+        run = MIXED if mixed else (row,)
+        parts = []
+        for layer, pages in layers.items():
+            groups = self._runs[layer].setdefault(run, [])
+            parts += [(groups, part) for part in self._parts(layer, first, pages, groups, mixed)]
+        made = self._groups.make_all([part for _, part in parts], (row,), mixed)
+        for (groups, _), group in zip(parts, made, strict=True):
+            self._push(groups, group)
+
+    def _parts(
+        self, layer: int, first: int, pages: Pages, groups: list[Group], mixed: bool
+    ) -> list[Part]:
+        """New pages of a run as one group, if that is what joining them would make; else each as
+        one."""
+        count, size = len(pages[0]), pages[0].shape[2]
         firsts = tuple(range(first, first + size * count, size))
         places: list[Place] = [self.place(layer, at) for at in firsts]
         smallest = len(groups[-1].firsts) if groups else count
-        fits = count in self._groups.sizes and count <= smallest  # where its pages would be joined
-        if fits and not mixed and len({*places}) == 1:
-            self._push(groups, self._groups.make(pages, firsts, (row,), places[0]))
-            return
-        for i, (at, place) in enumerate(zip(firsts, places, strict=True)):
-            own = pages if count == 1 else tuple(p[i : i + 1] for p in pages)
-            self._push(groups, self._groups.make(own, (at,), (row,), place, mixed))
+        fits = count in self._groups.sizes and count <= smallest and len({*places}) == 1
+        if fits and not mixed:
+            return [Part(pages, firsts, places[0])]
+        own = (tuple(p[i : i + 1] for p in pages) for i in range(count))
+        return [Part(*each) for each in zip(own, zip(firsts), places, strict=True)]
 
     def release(self, row: int) -> None:
         """Drop a row's pages."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import jax
@@ -230,20 +230,31 @@ class StagedEngine(Engine):
     def _flush(self, row: int, role: Role, first: int, full: int, end: int) -> None:
         """Give the stores so many full pages of a row, from position `first` on, of the layers of
         one role."""
-        for device, rings in enumerate(self.rings):
-            store = self.stores[device]
-            for layer in (i for i in rings if self.roles[i] == role):
-                ring, window = rings[layer], self.models[device].cfg.layers[layer].window
+        for device, store in enumerate(self.stores):
+            for window, layers in self._paged(device, role).items():
                 oldest = 0 if window is None else max(0, end - window + 1)
                 at, left = first, full
                 for size in reversed(group_sizes(self.plan.options.group_pages)):
                     while left >= size:
                         if at + size * self.page > oldest:
-                            pages = cut(
-                                ring, np.int32(row), np.int32(at), page=self.page, pages=size
-                            )
-                            store.add(layer, row, at, pages)
+                            store.add(row, at, self._cut(device, layers, row, at, size))
                         at, left = at + size * self.page, left - size
+
+    def _paged(self, device: int, role: Role) -> dict[int | None, list[int]]:
+        """Layers of one role that have a tail on the device, by window."""
+        found: dict[int | None, list[int]] = {}
+        for layer in self.rings[device]:
+            if self.roles[layer] == role:
+                found.setdefault(self.models[device].cfg.layers[layer].window, []).append(layer)
+        return found
+
+    def _cut(
+        self, device: int, layers: list[int], row: int, first: int, pages: int
+    ) -> dict[int, tuple[Array, ...]]:
+        """So many full pages of a row in the tails of some layers."""
+        rings = tuple(self.rings[device][i] for i in layers)
+        found = cut(rings, np.int32(row), np.int32(first), page=self.page, pages=pages)
+        return dict(zip(layers, found, strict=True))
 
     def rehearse(self, chunk: int) -> Iterator[int]:
         yield 0
@@ -251,7 +262,8 @@ class StagedEngine(Engine):
             if size * self.page > self.plan.options.ctx:
                 continue
             for part in dict.fromkeys((small, size)):
-                self._hold_group(size, part)
+                if part == small or size * self.page <= self.plan.options.ubatch + self.page:
+                    self._hold_group(size, part)
             yield 0
             for store in self.stores:  # a group that loses a page is cut
                 for layer in range(len(self.plan.layers)):
@@ -263,14 +275,13 @@ class StagedEngine(Engine):
         """Let row 0 have one group of so many pages in a layer of each kind, and nothing else: made
         of parts of so many."""
         self.release(0)
-        for store, model, rings in zip(self.stores, self.models, self.rings, strict=True):
-            paged = [i for i in rings if self.roles[i] != "encoder"]
-            first_of_kind = {(model.cfg.layers[i], model.kv_heads[i]): i for i in paged}
-            for layer in first_of_kind.values():
+        roles: tuple[Role, ...] = ("decoder", "memory")
+        for device, (store, model) in enumerate(zip(self.stores, self.models, strict=True)):
+            for layers in chain.from_iterable(self._paged(device, r).values() for r in roles):
+                kinds = {(model.cfg.layers[i], model.kv_heads[i]): i for i in layers}
                 for first in range(0, size * self.page, part * self.page):
-                    at = np.int32(0), np.int32(first)
-                    pages = cut(rings[layer], *at, page=self.page, pages=part)
-                    store.add(layer, 0, first, pages)
+                    pages = self._cut(device, layers, 0, first, part)
+                    store.add(0, first, {i: pages[i] for i in kinds.values()})
 
     @frees_on_failure
     def release(self, row: int) -> None:
@@ -354,7 +365,7 @@ class StagedEngine(Engine):
                 for at in range(given.first // self.page * self.page, floor, self.page):
                     k, v = given.positions(at, at + self.page).ring(self.page)
                     pages = join_page(k[None], v[None])
-                    store.add(index, row, at, tuple(jax.device_put(p, to) for p in pages))
+                    store.add(row, at, {index: tuple(jax.device_put(p, to) for p in pages)})
                 tail = given.positions(floor, length).ring(ring.capacity)
                 rings[index] = put_row(ring, tail, np.int32(row), axis=0)
                 window = self.models[device].cfg.layers[index].window

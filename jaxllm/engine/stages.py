@@ -262,8 +262,14 @@ def head(
 
 
 @partial(jax.jit, static_argnames=("page", "pages"))
-def cut(ring: Ring, row: Array, first: Array, *, page: int, pages: int) -> tuple[Array, ...]:
-    """Pages [M, K, P, ...] of a row of a ring, from position `first` on."""
-    blocks = [ring_block(ring, row, 1, (first + i * page)[None], page) for i in range(pages)]
-    k, v = (jnp.concatenate(b) for b in zip(*blocks, strict=True))
-    return join_page(k, v)
+def cut(
+    rings: tuple[Ring, ...], row: Array, first: Array, *, page: int, pages: int
+) -> tuple[tuple[Array, ...], ...]:
+    """Pages [M, K, P, ...] of a row of each ring, from position `first` on."""
+
+    def of(ring: Ring) -> tuple[Array, ...]:
+        blocks = [ring_block(ring, row, 1, (first + i * page)[None], page) for i in range(pages)]
+        k, v = (jnp.concatenate(b) for b in zip(*blocks, strict=True))
+        return join_page(k, v)
+
+    return tuple(map(of, rings))

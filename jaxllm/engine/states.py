@@ -46,7 +46,7 @@ class HostStates(MutableMapping[int, State]):
         return self._link.send(kept)
 
     def __setitem__(self, layer: int, state: State) -> None:
-        _, self._kept[layer] = self._memory.hold(state, self._place, self._device)
+        _, [self._kept[layer]] = self._memory.hold([state], self._place, self._device)
 
     def __delitem__(self, layer: int) -> None:
         del self._kept[layer]

@@ -67,7 +67,7 @@ class Model:
             pages = tuple(
                 jax.device_put(np.stack(p), self.store.device) for p in zip(*made, strict=True)
             )
-            self.store.add(layer, row, first, pages)
+            self.store.add(row, first, {layer: pages})
             firsts = range(first, first + count * PAGE, PAGE)
             self.held.setdefault((layer, row), {}).update(zip(firsts, serials, strict=True))
         self.next[row] = first + count * PAGE
@@ -286,7 +286,7 @@ def test_pages_are_not_changed_by_their_maker():
         store = _store(2, lambda layer, first, place=place: place)
         [mine] = _page(0, 0, 1)
         kept = mine.copy()
-        store.add(0, 0, 0, (jax.device_put(mine.copy()[None], jax.devices()[0]),))
+        store.add(0, 0, {0: (jax.device_put(mine.copy()[None], jax.devices()[0]),)})
         mine[:] = 0
         stream = PageStream(store, range(1), 1)
         stream.begin(0, 1, again=False)
@@ -310,7 +310,8 @@ def test_quantised_pages_keep_their_scales(types: tuple[str, str]):
     for place in PLACES:
         store = _store(4, lambda layer, first, place=place: place)
         for first in range(0, positions, PAGE):
-            store.add(0, 0, first, join_page(*ring_block(ring, zero, 1, zero[None] + first, PAGE)))
+            page = join_page(*ring_block(ring, zero, 1, zero[None] + first, PAGE))
+            store.add(0, first, {0: page})
         stream = PageStream(store, range(1), 2)
         stream.begin(0, 1, again=False)
         pages = []
