@@ -39,6 +39,8 @@ from sharding.residency_notes import format_layers
 DEFAULT_CTX = 2048
 LARGE_GROUP = 64  # pages of the largest copy to an accelerator,
 COPY_BYTES = 64 << 20  # and how many bytes these may be
+AHEAD_BYTES = 256 << 20  # of copies to an accelerator that exist at a time,
+MOST_AHEAD = 16  # and how many these may be
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dequantised", "quantised")
 SPEC_TYPES = ("none", "draft-mtp")
@@ -266,11 +268,17 @@ def _warn_of_residency(plan: Plan) -> None:
 def _options(cfg: ModelConfig, mesh: Mesh, arguments: dict[str, Any]) -> tuple[PlanOptions, str]:
     """`options_from` for a model. On accelerators groups have more pages by default, if those of
     the widest layer are no more than `COPY_BYTES`: each copy, and each program that folds one,
-    takes the host's thread about as long as 16 MB take on a link."""
+    takes the host's thread about as long as 16 MB take on a link. And more groups of few bytes are
+    copied ahead: the link goes on while the host makes one step's logits the next one's token."""
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
-    if "group_pages" not in arguments and all(d.platform != "cpu" for d in mesh.devices):
+    if any(d.platform == "cpu" for d in mesh.devices):
+        return options, dtype
+    if "group_pages" not in arguments:
         if LARGE_GROUP * options.page * _widest(cfg, options) <= COPY_BYTES:
             options = replace(options, group_pages=LARGE_GROUP)
+    if "prefetch" not in arguments:
+        ahead = min(MOST_AHEAD, AHEAD_BYTES // _group_bytes(cfg, mesh, options))
+        options = replace(options, prefetch=max(options.prefetch, ahead))
     return options, dtype
 
 
@@ -282,10 +290,15 @@ def _widest(cfg: ModelConfig, options: PlanOptions) -> int:
 def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
     """How full pages are sent: copies as large as an even share of the widest layer makes them,
     in a power of two so that models of about one size share a measurement."""
-    parts = len(mesh) if options.split_mode == "tensor" else 1
-    size = options.group_pages * options.page * _widest(cfg, options) // parts
+    size = _group_bytes(cfg, mesh, options)
     place = host_place(mesh.jax_devices or (), options.kv_pinned)
     return Delivery(place, 1 << (size - 1).bit_length(), options.prefetch)
+
+
+def _group_bytes(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> int:
+    """Of an even share of a group of the widest layer, at least one."""
+    parts = len(mesh) if options.split_mode == "tensor" else 1
+    return max(1, options.group_pages * options.page * _widest(cfg, options) // parts)
 
 
 def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:

@@ -194,7 +194,8 @@ def _split_options() -> tuple[SplitOption, ...]:
         option(
             ("--prefetch", "--kv-prefetch"),
             "prefetch",
-            f"copies in flight; 0: each only when needed (default {plan.prefetch})",
+            f"copies in flight; 0: each only when needed (default {plan.prefetch}, up to 16 on"
+            " accelerators)",
             number,
         ),
     )

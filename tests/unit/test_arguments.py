@@ -144,19 +144,24 @@ def test_plan_arguments_of_wrong_kinds(wrong: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("platform", "given", "pages"),
+    ("platform", "given", "pages", "prefetch"),
     [
-        ("cpu", {}, 16),
-        ("gpu", {}, 64),
-        ("gpu", {"split_mode": "tensor"}, 64),
-        ("gpu", {"group_pages": 4}, 4),
-        ("gpu", {"page": 1024}, 16),  # 64 of those would be 256 MB
+        ("cpu", {}, 16, 4),
+        ("gpu", {}, 64, 4),
+        ("gpu", {"split_mode": "tensor"}, 64, 8),
+        ("gpu", {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 64, 7),
+        ("gpu", {"group_pages": 4}, 4, 16),
+        ("gpu", {"group_pages": 4, "prefetch": 2}, 4, 2),
+        ("gpu", {"page": 1024}, 16, 4),  # 64 of those would be 256 MB
     ],
 )
-def test_copies_to_accelerators_are_larger(platform: str, given: dict[str, Any], pages: int):
+def test_copies_to_accelerators_are_larger(
+    platform: str, given: dict[str, Any], pages: int, prefetch: int
+):
     mesh = Mesh(tuple(DeviceInfo(label=f"{platform}:{i}", platform=platform) for i in range(2)))
     model = plan_config(DecoderBlock, model_config("llama-8b"), mesh, dtype="bfloat16", **given)
     assert model.plan.options.group_pages == pages
+    assert model.plan.options.prefetch == prefetch
 
 
 def test_a_kernel_needs_a_device_that_has_it():
