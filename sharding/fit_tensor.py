@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sharding.fit_boxes import CHUNK, SLACK, Box, Boxes, Evaluated
-from sharding.fit_distribute import Sums, in_proportion
+from sharding.fit_distribute import Distribution, in_proportion, of
 from sharding.fit_tables import Cut, Floats
 from sharding.fit_terms import TensorParts
 
@@ -57,7 +57,7 @@ class TensorCuts:
         self._memory = parts.memory.over(n)
         self._space = Boxes(parts, n)
         self._count = np.array([stage.count for stage in t.stages])
-        self._sums: dict[tuple[int, ...], Sums] = {}
+        self._groups = Distribution(parts.options, parts.tables.mixers.totals, n)
         self._all_alike = len(t.mixers.totals) == len(t.mlps.totals) == 1
         self.boxes = self._space.all() if boxes is None else list(boxes)
 
@@ -123,7 +123,7 @@ class TensorCuts:
                 np.maximum(taken[kept], 0).astype(int), offsets[..., None]
             )
             own = np.where(np.isfinite(taken[kept]), counts[i], -np.inf)
-            few = _of(own, chosen).sum(1) < total
+            few = of(own, chosen).sum(1) < total
             if few.any():
                 found, better = self._distribute(
                     own[few], devices[kept[few]], np.full(few.sum(), total)
@@ -138,22 +138,11 @@ class TensorCuts:
     def _distribute(
         self, worth: Floats, devices: np.ndarray, least: Floats
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`Sums.best` of boxes in which at most so many devices take part in sets, [N, sets]."""
-        if not len(worth):
-            return np.zeros(0, bool), np.zeros((0, worth.shape[1]), int)
-        options, totals = self._options, self._t.mixers.totals
-        bound = np.flatnonzero((devices.min(0) < self._n) & ~options.takes.all(1))
-        most = np.array([self._n, *devices[:, bound].max(0), *totals])
-        key = tuple(map(int, (*bound, -1, *most)))
-        if key not in self._sums:
-            takes = options.takes[bound].T
-            adds = np.column_stack((np.ones(len(takes), int), takes, options.groups.T))
-            self._sums[key] = Sums(adds.astype(int), most)
-        sums = self._sums[key]
-        self._effort.left -= worth.size * len(sums.states)
-        used, sets, groups = np.split(sums.states, (1, 1 + len(bound)), axis=1)
-        ends = (used[:, 0] == self._n) & (groups == totals).all(1)
-        return sums.best(worth, ends & (sets <= devices[:, None, bound]).all(2), least)
+        """`Distribution.best`, counted as effort."""
+        before = self._groups.steps
+        found = self._groups.best(worth, devices, least)
+        self._effort.left -= self._groups.steps - before
+        return found
 
     def _taken(
         self, low: Floats, high: Floats, most: Floats, limit: float, resident: bool
@@ -233,8 +222,8 @@ class TensorCuts:
         grid, first = self._t.mlps, self._t.mlps.totals[0]
         used = chosen >= 0
         groups = np.where(used, self._options.groups[:, chosen], 0)
-        most = np.where(used, _of(taken, chosen), 0).astype(int)
-        least = np.where(used, _of(self._ends(low, high)[0], chosen), 0)
+        most = np.where(used, of(taken, chosen), 0).astype(int)
+        least = np.where(used, of(self._ends(low, high)[0], chosen), 0)
         blocks = in_proportion(least, most, first)
         for bounds in (
             high,
@@ -287,9 +276,3 @@ class TensorCuts:
         places = (*shares, bool(cuts.resident[i]))
         took = cuts.compute[:, i], cuts.links[:, i], cuts.starts[:, i]
         return self._t.cut(places, *took, "computing and exchanges")
-
-
-def _of(values: Floats, chosen: np.ndarray) -> Floats:
-    """Of the options that devices have, [N, R], 0 for no part."""
-    own = np.take_along_axis(values, np.maximum(chosen, 0)[..., None], axis=2)[..., 0]
-    return np.where(chosen >= 0, own, 0)
