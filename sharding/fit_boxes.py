@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,10 @@ class Boxes:
         both = list(zip(parts.terms, self._first, strict=True))
         self._together = [each.least_of(each.mlps[own].sum(0), n) for each, own in both]
         self._heaviest = [each.least(n)[1][0] for each in parts.terms]
+        # Of which sets a device of one is in another, too, and is in one where it is not in another.
+        takes, pairs = parts.options.takes, list(permutations(range(len(t.sets)), 2))
+        self._inside = [(a, b) for a, b in pairs if (takes[a] <= takes[b]).all()]
+        self._either = [(a, b) for a, b in pairs if (takes[a] | takes[b]).all()]
 
     def all(self) -> list[Box]:
         """Boxes with all cuts, one a place of their devices."""
@@ -70,6 +75,11 @@ class Boxes:
         """What follows for boxes from a limit of the request's seconds: least and most values, [N,
         axes], and most seconds of a step of each kind, [N, 2]."""
         at, x, low, high = self.axes, self.exchanges, low.copy(), high.copy()
+        few, many = low[:, at.sets], high[:, at.sets]  # views
+        for a, b in self._either:
+            few[:, a] = np.maximum(few[:, a], self._n - many[:, b])
+        for a, b in self._inside:
+            few[:, b] = np.maximum(few[:, b], few[:, a])
         wires, set_wires, sets = self.wires(low, high)
         for (a, b), (levels, others) in at.implied.items():
             own = np.minimum(np.searchsorted(levels, low[:, a] / SLACK), len(levels) - 1)
@@ -92,7 +102,9 @@ class Boxes:
             for s in range(2):
                 left = most[:, s] * SLACK - starts[:, s] + x.set_starts[s, c, sets[:, c]]
                 devices = np.searchsorted(x.set_starts[s, c] * (1 - 1e-12), left, "right") - 1
-                high[:, at.sets][:, c] = np.minimum(high[:, at.sets][:, c], devices)
+                many[:, c] = np.minimum(many[:, c], devices)
+        for a, b in self._inside:
+            many[:, a] = np.minimum(many[:, a], many[:, b])
         for axis, total, lead in at.partial:
             self._partial(low, high, axis, total, lead)
         return low, high, most
