@@ -19,7 +19,7 @@ import numpy as np
 from sharding.fit_tables import Floats
 from sharding.fit_units import Options
 
-TRIES = 8  # prices, before one more bound is counted
+TRIES = 4  # prices, before one more bound is counted
 TINY = 1e-6  # of what options are worth, which are whole numbers of blocks
 
 
