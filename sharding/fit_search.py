@@ -168,13 +168,14 @@ class Search:
         """Of every kind with every pair of cache types, all settings."""
         found = []
         for types in self.allowed.cache_types:
-            cuts: list[tuple[PlanOptions, KindCuts]] = []
-            for options in self.settings(*types):
-                twin = cuts[-1][1] if cuts and cuts[-1][0].ubatch == options.ubatch else None
-                cuts.append((options, KindCuts(self._sized, options, twin)))
+            settings, cuts = list(self.settings(*types)), dict[PlanOptions, KindCuts]()
+            last = dict[int, KindCuts]()  # with a size of chunks
+            for options in sorted(settings, key=lambda options: options.prefetch):
+                leaner = last.get(options.ubatch)
+                cuts[options] = last[options.ubatch] = KindCuts(self._sized, options, leaner)
             for kind in self._kinds:
                 spare = self.spare_host and kind.mode == "tensor"
-                found.append([Way(kind, options, own, spare) for options, own in cuts])
+                found.append([Way(kind, each, cuts[each], spare) for each in settings])
         return found
 
     def _find_fastest(self, found: list[list[Way]]) -> None:

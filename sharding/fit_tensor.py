@@ -22,7 +22,6 @@ when a search has looked at many boxes, the answer is that none was found, witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,10 +46,11 @@ class Answer(NamedTuple):
 
 
 class TensorCuts:
-    """The cuts of one set of tables over `n` devices. All cuts are in one of the `boxes`, which
-    grow smaller by what is asked; those of tables with the same seconds may be given."""
+    """The cuts of one set of tables over `n` devices; `leaner` are those of tables with the same
+    seconds and no more groups in flight, which every cut fits if it does here. All cuts are in one
+    of the `boxes`, which grow smaller by what is asked."""
 
-    def __init__(self, parts: TensorParts, n: int, boxes: Sequence[Box] | None = None):
+    def __init__(self, parts: TensorParts, n: int, leaner: TensorCuts | None = None):
         t, self._effort = parts.tables, parts.effort
         self._t = t
         self._n, self._options, self._terms = n, parts.options, parts.terms
@@ -59,13 +59,34 @@ class TensorCuts:
         self._count = np.array([stage.count for stage in t.stages])
         self._groups = Distribution(parts.options, parts.tables.mixers.totals, n)
         self._all_alike = len(t.mixers.totals) == len(t.mlps.totals) == 1
-        self.boxes = self._space.all() if boxes is None else list(boxes)
+        self._leaner = leaner
+        self.boxes: list[Box] = self._space.all() if leaner is None else leaner.boxes
+        self._none = [0.0, 0.0]  # seconds that no cut keeps, and none whose cache stays
 
     def within(self, limit: float, resident: bool = False) -> Answer:
         """A cut whose request takes no more seconds than `limit`, but for a millionth part or so.
         `resident`: all of the cache stays on the devices."""
-        if not all(self._t.blocks_and_groups):
+        if limit <= self._none[resident] or not all(self._t.blocks_and_groups):
             return Answer(None)
+        if self._leaner is None:
+            answer = self._search(limit, resident)
+        else:
+            answer = self._leaner.within(limit, resident)
+            if answer.cut is not None:
+                cut = self._same(answer.cut, limit, resident)
+                answer = self._search(limit, resident) if cut is None else Answer(cut)
+        if answer.cut is None and answer.proved:
+            self._none[resident] = max(limit, self._none[resident])
+        return answer
+
+    def _same(self, cut: Cut, limit: float, resident: bool) -> Cut | None:
+        """A cut of the leaner tables, if it keeps a limit here, too."""
+        groups, blocks = np.array([cut.groups]), np.array([cut.shares])
+        cuts = self._evaluate(self._t.mixers.counts(groups), self._t.mlps.counts(blocks))
+        return self._keeping(cuts, limit, resident)
+
+    def _search(self, limit: float, resident: bool) -> Answer:
+        """A cut in one of the boxes."""
         todo, done, proved = self.boxes, [], True
         looks = MOST_BOXES
         while todo:
@@ -84,10 +105,10 @@ class TensorCuts:
             taken = cuts if self._all_alike else self._evaluate(groups, blocks)
             off = [abs(a - b)[1:].sum(2) for a, b in zip(rounded, (groups, blocks), strict=True)]
             off = np.concatenate(off)  # units that are rounded otherwise, of each threshold
-            best = int(cuts.seconds.argmin())
-            if cuts.seconds[best] <= limit * (1 + CLOSE) and (cuts.resident[best] or not resident):
-                self.boxes = done + boxes + todo
-                return Answer(self._cut(cuts, best))
+            cut = self._keeping(cuts, limit, resident)
+            if cut is not None:
+                self.boxes[:] = done + boxes + todo
+                return Answer(cut)
             for i, (box, least) in enumerate(zip(boxes, low[possible], strict=True)):
                 pieces = []
                 if min(looks, self._effort.left) > 0:
@@ -95,7 +116,7 @@ class TensorCuts:
                 todo += pieces
                 done += [] if pieces else [box]
                 proved &= bool(pieces)
-        self.boxes = done
+        self.boxes[:] = done
         return Answer(None, proved)
 
     def _fill(
@@ -271,7 +292,11 @@ class TensorCuts:
         held = np.asarray((resident | ~used).all(1))
         return Evaluated(groups, blocks, held, compute, links, starts, seconds, parts)
 
-    def _cut(self, cuts: Evaluated, i: int) -> Cut:
+    def _keeping(self, cuts: Evaluated, limit: float, resident: bool) -> Cut | None:
+        """The fastest, if it keeps a limit."""
+        i = int(cuts.seconds.argmin())
+        if cuts.seconds[i] > limit * (1 + CLOSE) or (resident and not cuts.resident[i]):
+            return None
         shares = tuple(map(int, cuts.blocks[i])), tuple(map(int, cuts.groups[i]))
         places = (*shares, bool(cuts.resident[i]))
         took = cuts.compute[:, i], cuts.links[:, i], cuts.starts[:, i]
