@@ -46,7 +46,7 @@ class Boxes:
         both = list(zip(parts.terms, self._first, strict=True))
         self._together = [each.least_of(each.mlps[own].sum(0), n) for each, own in both]
         self._heaviest = [each.least(n)[1][0] for each in parts.terms]
-        # Of which sets a device of one is in another, too, and is in one where it is not in another.
+        # A device of the one set is in the other, too; it is in the one or in the other.
         takes, pairs = parts.options.takes, list(permutations(range(len(t.sets)), 2))
         self._inside = [(a, b) for a, b in pairs if (takes[a] <= takes[b]).all()]
         self._either = [(a, b) for a, b in pairs if (takes[a] | takes[b]).all()]

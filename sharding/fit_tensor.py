@@ -32,7 +32,6 @@ from sharding.fit_tables import Cut, Floats
 from sharding.fit_terms import TensorParts
 
 CLOSE = 4e-6  # a cut keeps a limit to this part
-PRICES = 0.0, 1e3, 1.0, 0.4, 2.5, 0.15, 6.0  # of a group, in its even part of the blocks
 WIDE = 64  # boxes that are looked at together
 MOST_BOXES = 4096  # of one question
 BOX_STEPS = 8e4  # of a dynamic program, that take as long as what else a box takes
@@ -128,13 +127,7 @@ class TensorCuts:
         at, options, (first, *others) = self._space.axes, self._options, self._t.mlps.totals
         taken = self._taken(low, high, most, limit, resident)
         devices = high[:, at.sets].astype(int)
-        # Whatever a group is worth in blocks, no way to give them out is worth more than the n
-        # devices do that are worth most, each by its best option.
         possible = (devices > 0).all(1) & (low <= high).all(1)
-        for price in PRICES:
-            price *= first / options.groups[0, -1]
-            worth = np.sort((taken + price * options.groups[0]).max(2), axis=1)
-            possible &= worth[:, -self._n :].sum(1) * SLACK >= first + price * options.groups[0, -1]
         kept = np.flatnonzero(possible)
         found, chosen = self._distribute(taken[kept], devices[kept], np.full(len(kept), first))
         kept = kept[found]
