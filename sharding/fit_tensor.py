@@ -124,7 +124,7 @@ class TensorCuts:
         """Which boxes may have a cut that keeps the limit, [N], and of those a cut that keeps their
         bounds but perhaps for rounding, as groups and blocks of every total, [U, boxes that may,
         R]."""
-        at, options, (first, *others) = self._space.axes, self._options, self._t.mlps.totals
+        at, (first, *others) = self._space.axes, self._t.mlps.totals
         taken = self._taken(low, high, most, limit, resident)
         devices = high[:, at.sets].astype(int)
         possible = (devices > 0).all(1) & (low <= high).all(1)
