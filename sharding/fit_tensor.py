@@ -57,7 +57,6 @@ class TensorCuts:
         self._space = Boxes(parts, n)
         self._count = np.array([stage.count for stage in t.stages])
         self._groups = Distribution(parts.options, parts.tables.mixers.totals, n)
-        self._all_alike = len(t.mixers.totals) == len(t.mlps.totals) == 1
         self._leaner = leaner
         self.boxes: list[Box] = self._space.all() if leaner is None else leaner.boxes
         self._none = [0.0, 0.0]  # seconds that no cut keeps, and none whose cache stays
@@ -86,24 +85,27 @@ class TensorCuts:
 
     def _search(self, limit: float, resident: bool) -> Answer:
         """A cut in one of the boxes."""
-        todo, done, proved = self.boxes, [], True
+        todo = [box for box in self.boxes if box.none < limit]
+        done, proved = [box for box in self.boxes if box.none >= limit], True
+        every = self._leaner is None and not resident  # cuts there are
         looks = MOST_BOXES
         while todo:
             boxes, todo = todo[:WIDE], todo[WIDE:]
             looks -= len(boxes)
             self._effort.left -= BOX_STEPS * len(boxes)
-            low, high = (np.array(each) for each in zip(*boxes, strict=True))
+            low, high, _ = (np.array(each) for each in zip(*boxes, strict=True))
             low, high, most = self._space.bounds(low, high, limit)
             possible, groups, blocks = self._fill(low, high, most, limit, resident)
-            done += [box for box, may in zip(boxes, possible, strict=True) if not may]
+            out = [box for box, may in zip(boxes, possible, strict=True) if not may]
+            done += [box._replace(none=limit) for box in out] if every else out
             boxes = [box for box, may in zip(boxes, possible, strict=True) if may]
             if not boxes:
                 continue
             rounded = self._t.mixers.counts(groups[0]), self._t.mlps.counts(blocks[0])
             cuts = self._evaluate(*rounded)
-            taken = cuts if self._all_alike else self._evaluate(groups, blocks)
             off = [abs(a - b)[1:].sum(2) for a, b in zip(rounded, (groups, blocks), strict=True)]
             off = np.concatenate(off)  # units that are rounded otherwise, of each threshold
+            taken = self._evaluate(groups, blocks) if off.any() else cuts
             cut = self._keeping(cuts, limit, resident)
             if cut is not None:
                 self.boxes[:] = done + boxes + todo
