@@ -79,33 +79,47 @@ class Distribution:
 
 
 class Sums:
-    """All sums up to `most` [D] over `n` devices, and which of them an option leads from; `adds`
-    [O, D] is what it adds. Of the first, `at_least`, more is as good as most."""
+    """All sums up to `most` [D] that options of some of `n` devices, in any order, can lead to and
+    on from; `adds` [O, D] is what an option adds. Of the first, `at_least`, more is as good as
+    most. `count` tells how many sums there are."""
 
     def __init__(self, adds: np.ndarray, n: int, most: Sequence[int], at_least: int):
         self._n, self._most, self._at_least = n, most, at_least
         self._sizes = n + 1, *(each + 1 for each in most)
-        self.count = int(np.prod(self._sizes))
-        adds = np.column_stack((np.ones(len(adds), int), adds))
-        left = np.indices(self._sizes).reshape(len(self._sizes), -1).T - adds[:, None]
+        sums = np.indices(self._sizes).reshape(len(self._sizes), -1).T  # by devices used first
+        left = sums - np.column_stack((np.ones(len(adds), int), adds))[:, None]
         first = left[..., 1 : 1 + at_least]
         np.maximum(first, 0, out=first)
         index = np.ravel_multi_index(tuple(np.maximum(left, 0).transpose(2, 0, 1)), self._sizes)
-        self._before = np.where((left >= 0).all(2), index, self.count)  # `count`: none, [O, S]
+        before = np.where((left >= 0).all(2), index, len(sums))  # none, [O, S]
+        levels = [np.flatnonzero(sums[:, 0] == used) for used in range(n + 1)]
+        led, leads = np.zeros((2, len(sums) + 1), bool)
+        led[0] = leads[0] = True
+        leads[levels[n]] = (sums[levels[n], 1 + at_least :] == most[at_least:]).all(1)
+        for level in levels[1:]:
+            led[level] = led[before[:, level]].any(0)
+        for level in reversed(levels[1:]):
+            leads[before[:, level[leads[level]]]] = True
+        kept = np.flatnonzero((led & leads)[:-1])
+        self.count = len(kept)
+        self._index = np.full(len(sums) + 1, self.count)  # `count`: none
+        self._index[kept] = np.arange(self.count)
+        self._before = self._index[before[:, kept]]
+        self._starts = np.searchsorted(sums[kept, 0], np.arange(n + 2))
 
     def best(self, worth: Floats, need: np.ndarray, least: Floats) -> tuple[np.ndarray, np.ndarray]:
         """In which boxes all sums that are not `at_least` some, `need` [N, at_least], can be
         `most` and are worth `least` [N] at least, [N], and the options that are worth most, -1
         for no part, [boxes in which they are, R]; `worth` is [N, R, O]."""
         count, devices, _ = worth.shape
-        n, size = self._n, self.count // self._sizes[0]
+        n = self._n
         total = np.full((count, self.count + 1), -np.inf)
-        total[:, 0] = 0.0
+        total[:, self._index[0]] = 0.0
         steps = [total]
         for d in range(devices):
             # Used before: not more than there are, and so many that n can be reached.
             first, last = max(0, n - devices + d), min(d, n - 1) + 1
-            rows = slice((first + 1) * size, (last + 1) * size)
+            rows = slice(self._starts[first + 1], self._starts[last + 1])
             able = np.flatnonzero((worth[:, d] > -np.inf).any(0))
             total = total.copy()  # the device takes no part
             if len(able):
@@ -115,7 +129,7 @@ class Sums:
             steps.append(total)
         ends = np.full((count, len(self._sizes)), (n, *self._most))
         ends[:, 1 : 1 + self._at_least] = need
-        at = np.ravel_multi_index(tuple(ends.T), self._sizes)
+        at = self._index[np.ravel_multi_index(tuple(ends.T), self._sizes)]
         found = total[np.arange(count), at] >= least
         rows = np.flatnonzero(found)
         at, chosen = at[rows], np.full((len(rows), devices), -1)
