@@ -60,7 +60,9 @@ class Distribution:
             step = np.where((more < 0) | (prices[todo] > 0), more, 0)
             step = (
                 step
-                * ((of(paid, options).sum(1) - goal + 1) / np.maximum((step**2).sum(1), 1))[:, None]
+                * ((of(paid, options).sum(1) - goal + 1) * 2 / np.maximum((step**2).sum(1), 1))[
+                    :, None
+                ]
             )
             prices[todo] = np.maximum(prices[todo] - step, 0.0)
             todo = todo[~keeps]
@@ -116,11 +118,12 @@ class Sums:
         total = np.full((count, self.count + 1), -np.inf)
         total[:, self._index[0]] = 0.0
         steps = [total]
+        can = (worth > -np.inf).any(0)
         for d in range(devices):
             # Used before: not more than there are, and so many that n can be reached.
             first, last = max(0, n - devices + d), min(d, n - 1) + 1
             rows = slice(self._starts[first + 1], self._starts[last + 1])
-            able = np.flatnonzero((worth[:, d] > -np.inf).any(0))
+            able = np.flatnonzero(can[d])
             total = total.copy()  # the device takes no part
             if len(able):
                 led = total.take(self._before[able, rows], axis=1)
