@@ -1,13 +1,14 @@
 """Giving out groups to devices: a dynamic program over devices and the sums of what they have.
 
-Each device takes one of O options, or no part. Every option is worth something, to each device its
-own, or minus infinity where the device cannot take it. Many such questions, one a box, are answered
-together.
+Each device takes one of O options, or no part. Every option is worth so many blocks, to each device
+its own, or minus infinity where the device cannot take it. In layers of a set only so many devices
+may take part. Many such questions, one a box, are answered together.
 
-Sums of everything that is bounded are many. So what too few devices leave out has a price first, in
-place of a sum: whatever the price, nothing that keeps the bounds is worth more than the most that
-is paid. Prices that rise while too few leave it out soon tell that there is nothing, or find it.
-Where they do not, one bound after the other is counted in sums.
+Sums of devices in each set beside those of groups would be many. So what is out of a set is paid
+for at first. Whatever the price, no distribution that keeps the bounds is worth more than the most
+that any is paid, less the price of those that must be out. Prices that rise where too few are out
+(a subgradient method) soon prove by this that there is none, or find one. Where they do neither,
+one set after the other is counted in sums, which leaves nothing open.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from sharding.fit_tables import Floats
+from sharding.fit_terms import Effort
 from sharding.fit_units import Options
 
-TRIES = 4  # prices, before one more bound is counted
-TINY = 1e-6  # of what options are worth, which are whole numbers of blocks
+TRIES = 4  # prices, before one more set is counted
+TINY = 1e-6  # of whole numbers of blocks
 
 
 class Distribution:
-    """Groups of all `totals` for `n` devices, by `options`; `steps` counts those of the dynamic
-    programs."""
+    """Groups of all `totals` for `n` devices, by `options`."""
 
-    def __init__(self, options: Options, totals: Sequence[int], n: int):
-        self._options, self._totals, self._n = options, totals, n
+    def __init__(self, options: Options, totals: Sequence[int], n: int, effort: Effort):
+        self._options, self._totals, self._n, self._effort = options, totals, n, effort
         self._sums: dict[tuple[int, ...], Sums] = {}
-        self.steps = 0.0
 
     def best(
         self, worth: Floats, devices: np.ndarray, least: Floats
@@ -51,32 +51,26 @@ class Distribution:
             paid = worth[todo] + (prices[todo] @ out)[:, None]
             goal = least[todo] + (prices * need)[todo].sum(1)
             sums = self._over(bound[:counted], need[todo, :counted])
-            self.steps += paid.size * sums.count
+            self._effort.left -= paid.size * sums.count
             may, options = sums.best(paid, need[todo, :counted], goal - TINY)
             todo, paid, goal = todo[may], paid[may], goal[may]
             more = (out[:, options] & (options >= 0)).sum(2).T - need[todo]
             keeps = (more >= 0).all(1) & (of(worth[todo], options).sum(1) >= least[todo])
             found[todo[keeps]], chosen[todo[keeps]] = True, options[keeps]
-            step = np.where((more < 0) | (prices[todo] > 0), more, 0)
-            step = (
-                step
-                * ((of(paid, options).sum(1) - goal + 1) * 2 / np.maximum((step**2).sum(1), 1))[
-                    :, None
-                ]
-            )
-            prices[todo] = np.maximum(prices[todo] - step, 0.0)
+            slope = np.where((more < 0) | (prices[todo] > 0), more, 0)
+            over = of(paid, options).sum(1) - goal + 1
+            rise = 2 * over / np.maximum((slope**2).sum(1), 1)
+            prices[todo] = np.maximum(prices[todo] - rise[:, None] * slope, 0.0)
             todo = todo[~keeps]
         return found, chosen[found]
 
     def _over(self, counted: np.ndarray, need: np.ndarray) -> Sums:
         """Sums of groups, and of devices out of the sets that are `counted`."""
-        most = (*need.max(0), *self._totals)
-        key = tuple(map(int, (*counted, -1, *most)))
+        most = (*map(int, need.max(0)), *self._totals)
+        key = (*map(int, counted), -1, *most)
         if key not in self._sums:
             adds = np.concatenate((~self._options.takes[counted], self._options.groups))
-            self._sums[key] = Sums(
-                adds.T.astype(int), self._n, key[len(counted) + 1 :], len(counted)
-            )
+            self._sums[key] = Sums(adds.T.astype(int), self._n, most, len(counted))
         return self._sums[key]
 
 

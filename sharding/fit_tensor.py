@@ -56,7 +56,7 @@ class TensorCuts:
         self._memory = parts.memory.over(n)
         self._space = Boxes(parts, n)
         self._count = np.array([stage.count for stage in t.stages])
-        self._groups = Distribution(parts.options, parts.tables.mixers.totals, n)
+        self._groups = Distribution(parts.options, t.mixers.totals, n, parts.effort)
         self._leaner = leaner
         self.boxes: list[Box] = self._space.all() if leaner is None else leaner.boxes
         self._none = [0.0, 0.0]  # seconds that no cut keeps, and none whose cache stays
@@ -131,7 +131,7 @@ class TensorCuts:
         devices = high[:, at.sets].astype(int)
         possible = (devices > 0).all(1) & (low <= high).all(1)
         kept = np.flatnonzero(possible)
-        found, chosen = self._distribute(taken[kept], devices[kept], np.full(len(kept), first))
+        found, chosen = self._groups.best(taken[kept], devices[kept], np.full(len(kept), first))
         kept = kept[found]
         for i, total in enumerate(others, 1):
             offsets = self._t.mlps.offsets(high[kept][:, at.blocks])
@@ -141,7 +141,7 @@ class TensorCuts:
             own = np.where(np.isfinite(taken[kept]), counts[i], -np.inf)
             few = of(own, chosen).sum(1) < total
             if few.any():
-                found, better = self._distribute(
+                found, better = self._groups.best(
                     own[few], devices[kept[few]], np.full(few.sum(), total)
                 )
                 chosen[np.flatnonzero(few)[found]] = better
@@ -150,15 +150,6 @@ class TensorCuts:
                 kept, chosen = kept[keep], chosen[keep]
         possible = np.isin(np.arange(len(low)), kept)
         return possible, *self._give_out(taken[kept], chosen, low[kept], high[kept])
-
-    def _distribute(
-        self, worth: Floats, devices: np.ndarray, least: Floats
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """`Distribution.best`, counted as effort."""
-        before = self._groups.steps
-        found = self._groups.best(worth, devices, least)
-        self._effort.left -= self._groups.steps - before
-        return found
 
     def _taken(
         self, low: Floats, high: Floats, most: Floats, limit: float, resident: bool
