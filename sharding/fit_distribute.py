@@ -112,16 +112,16 @@ class Sums:
         total = np.full((count, self.count + 1), -np.inf)
         total[:, self._index[0]] = 0.0
         steps = [total]
-        can = (worth > -np.inf).any(0)
+        able = np.isfinite(np.max(worth, axis=0))
         for d in range(devices):
             # Used before: not more than there are, and so many that n can be reached.
             first, last = max(0, n - devices + d), min(d, n - 1) + 1
             rows = slice(self._starts[first + 1], self._starts[last + 1])
-            able = np.flatnonzero(can[d])
+            own = np.flatnonzero(able[d])
             total = total.copy()  # the device takes no part
-            if len(able):
-                led = total.take(self._before[able, rows], axis=1)
-                led += worth[:, d, able, None]
+            if len(own):
+                led = total.take(self._before[own, rows], axis=1)
+                led += worth[:, d, own, None]
                 np.maximum(total[:, rows], led.max(1), out=total[:, rows])
             steps.append(total)
         ends = np.full((count, len(self._sizes)), (n, *self._most))

@@ -47,6 +47,14 @@ def gemma3(layers: int = 64) -> Model:
     return _large((window, window, window, window, window, full), layers, 262208, 5376)
 
 
+def gemma4(layers: int = 64) -> Model:
+    """Sizes of a model of 31B in which layers without a window, one of six, have fewer, wider
+    heads."""
+    full = LayerShape(4, 8, 512, 512, 21504)
+    window = LayerShape(16, 2, 256, 256, 21504, window=1024)
+    return _large((window, window, window, window, window, full), layers, 262144, 5376)
+
+
 def qwen3_next(layers: int = 64) -> Model:
     """Recurrent layers, three of four, and mixtures with an MLP beside; fewer experts than 512."""
     sizes = dict(experts=128, experts_used=10, shared_mlp=512)
