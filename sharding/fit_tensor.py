@@ -279,9 +279,10 @@ class TensorCuts:
         return Evaluated(groups, blocks, held, compute, links, starts, seconds, parts)
 
     def _keeping(self, cuts: Evaluated, limit: float, resident: bool) -> Cut | None:
-        """The fastest, if it keeps a limit."""
+        """The fastest, if it fits and keeps a limit."""
         i = int(cuts.seconds.argmin())
-        if cuts.seconds[i] > limit * (1 + CLOSE) or (resident and not cuts.resident[i]):
+        late = not np.isfinite(cuts.seconds[i]) or cuts.seconds[i] > limit * (1 + CLOSE)
+        if late or (resident and not cuts.resident[i]):
             return None
         shares = tuple(map(int, cuts.blocks[i])), tuple(map(int, cuts.groups[i]))
         places = (*shares, bool(cuts.resident[i]))
