@@ -16,7 +16,9 @@ cache as must stay for the link to keep up. `sharding.fit_distribute` finds a cu
 bounds, or that there is none. If that cut does not keep the limit, the box is cut where what the
 cut takes is furthest from the least that the box has.
 
-Bounds never leave out a cut that keeps the limit. In a box that nothing is left to be cut by, and
+Bounds never leave out a cut that keeps the limit, so a box without one is not looked at for smaller
+limits. Less prefetch leaves more memory and changes no seconds: what has no cut with less has none
+with more, and both have the same boxes. In a box that nothing is left to be cut by, and
 when a search has looked at many boxes, the answer is that none was found, without the proof.
 """
 
