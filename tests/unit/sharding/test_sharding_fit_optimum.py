@@ -195,6 +195,7 @@ def test_no_plan_is_faster_and_none_as_fast_is_simpler(
         (0, "dense, then mixtures with an MLP beside", None),
         (1, "hybrid", None),
         (3, "hybrid", 2),
+        (23, "hybrid", None),  # one device holds it with small chunks as one program
         (2, "parts in layers of their own", None),
         (1, "parts in layers of their own", 2),
         (0, "four kinds", None),
