@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,15 @@ from sharding.fit_terms import TensorParts
 
 SLACK = 1 + 1e-9  # of comparisons of seconds
 CHUNK = 0  # the first of a box's bounds
-Box = tuple[Floats, Floats]  # least and most
+
+
+class Box(NamedTuple):
+    """Least and most of what cuts have, [axes], and seconds of the request that none of them
+    keeps."""
+
+    low: Floats
+    high: Floats
+    none: float = 0.0
 
 
 class Evaluated(NamedTuple):
@@ -45,6 +54,10 @@ class Boxes:
         both = list(zip(parts.terms, self._first, strict=True))
         self._together = [each.least_of(each.mlps[own].sum(0), n) for each, own in both]
         self._heaviest = [each.least(n)[1][0] for each in parts.terms]
+        # A device of the one set is in the other, too; it is in the one or in the other.
+        takes, pairs = parts.options.takes, list(permutations(range(len(t.sets)), 2))
+        self._inside = [(a, b) for a, b in pairs if (takes[a] <= takes[b]).all()]
+        self._either = [(a, b) for a, b in pairs if (takes[a] | takes[b]).all()]
 
     def all(self) -> list[Box]:
         """Boxes with all cuts, one a place of their devices."""
@@ -63,13 +76,18 @@ class Boxes:
             high[at.blocks] = self._t.mlps.last_threshold
             takes = self._options.takes.all(1)  # all options of any device
             low[at.sets], high[at.sets] = np.where(takes, self._n, 1), self._n
-            found.append((low, high))
+            found.append(Box(low, high))
         return found
 
     def bounds(self, low: Floats, high: Floats, limit: float) -> tuple[Floats, Floats, Floats]:
         """What follows for boxes from a limit of the request's seconds: least and most values, [N,
         axes], and most seconds of a step of each kind, [N, 2]."""
         at, x, low, high = self.axes, self.exchanges, low.copy(), high.copy()
+        few, many = low[:, at.sets], high[:, at.sets]  # views
+        for a, b in self._either:
+            few[:, a] = np.maximum(few[:, a], self._n - many[:, b])
+        for a, b in self._inside:
+            few[:, b] = np.maximum(few[:, b], few[:, a])
         wires, set_wires, sets = self.wires(low, high)
         for (a, b), (levels, others) in at.implied.items():
             own = np.minimum(np.searchsorted(levels, low[:, a] / SLACK), len(levels) - 1)
@@ -92,7 +110,9 @@ class Boxes:
             for s in range(2):
                 left = most[:, s] * SLACK - starts[:, s] + x.set_starts[s, c, sets[:, c]]
                 devices = np.searchsorted(x.set_starts[s, c] * (1 - 1e-12), left, "right") - 1
-                high[:, at.sets][:, c] = np.minimum(high[:, at.sets][:, c], devices)
+                many[:, c] = np.minimum(many[:, c], devices)
+        for a, b in self._inside:
+            many[:, a] = np.minimum(many[:, a], many[:, b])
         for axis, total, lead in at.partial:
             self._partial(low, high, axis, total, lead)
         return low, high, most
@@ -115,7 +135,7 @@ class Boxes:
         gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
         parts, cut = taken.parts[i], cuts.parts[i]
         late = taken.starts[:, i] > np.maximum(taken.compute[:, i], taken.links[:, i].max(1))
-        low, high = box
+        low, high, none = box
         at = self.axes
         worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
         worth[at.sets], worth[at.places] = self._exchanged(box, parts, late)
@@ -142,16 +162,16 @@ class Boxes:
             if below >= low[axis]:
                 most = high.copy()
                 most[axis] = below
-                found.append((low, most))
+                found.append(Box(low, most, none))
             low = low.copy()
             low[axis] = max(above, low[axis])
-        return [*found, (low, high)] if low[axis] <= high[axis] else found
+        return [*found, Box(low, high, none)] if low[axis] <= high[axis] else found
 
     def _exchanged(self, box: Box, parts: Floats, late: np.ndarray) -> tuple[Floats, Floats]:
         """What exchanges of each set, or programs where the host thread is `late` [2], take in what
         was found in a box, more than with the fewest devices, and more than in the place that is
         fastest for as many."""
-        (low, high), at, x = box, self.axes, self.exchanges
+        (low, high, _), at, x = box, self.axes, self.exchanges
         sets = np.minimum(parts[at.sets].astype(int), self._n)[None]
         own = np.where(parts[at.places] < x.several, 0, 1)[None]
         _, wires, fewest = self.wires(low[None], high[None])
@@ -165,7 +185,7 @@ class Boxes:
     def _rounded(self, box: Box, parts: Floats, off: np.ndarray) -> list[Box]:
         """The box in two, at the threshold by which most units of a cut are rounded otherwise, or
         in the middle of its bounds; none where there is one threshold."""
-        at, (low, high) = self.axes, box
+        at, (low, high, _) = self.axes, box
         axes = [*range(at.size)[at.groups], *range(at.size)[at.blocks]]
         wide = [(n, high[axis] - low[axis], axis) for n, axis in zip(off, axes, strict=True)]
         wide = [each for each in wide if each[1] > 0]
@@ -242,9 +262,9 @@ class Axes:
 
 def _halves(box: Box, axis: int, edge: float) -> list[Box]:
     """A box in two, below a whole number and from there on."""
-    below, above = box[1].copy(), box[0].copy()
+    below, above = box.high.copy(), box.low.copy()
     below[axis], above[axis] = edge - 1, edge
-    return [(box[0], below), (above, box[1])]
+    return [box._replace(high=below), box._replace(low=above)]
 
 
 def _implied(one: Floats, other: Floats) -> tuple[Floats, Floats]:

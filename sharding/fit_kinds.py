@@ -80,13 +80,13 @@ def evenly(options: PlanOptions) -> PlanOptions:
 
 
 class KindCuts:
-    """The cuts of every kind under some options; `twin` are those under options that differ in
-    prefetch alone."""
+    """The cuts of every kind under some options; `leaner` are those under options with less
+    prefetch, and the same else."""
 
-    def __init__(self, sized: Sized, options: PlanOptions, twin: KindCuts | None = None):
+    def __init__(self, sized: Sized, options: PlanOptions, leaner: KindCuts | None = None):
         self._sized, self._options = sized, options
         self._tensor: dict[int, TensorCuts] = {}
-        self._twin = twin
+        self._leaner = leaner
 
     def within(
         self,
@@ -116,8 +116,8 @@ class KindCuts:
 
     def _over(self, n: int) -> TensorCuts:
         if n not in self._tensor:
-            boxes = None if self._twin is None else self._twin._over(n).boxes
-            self._tensor[n] = TensorCuts(self._parts, n, boxes)
+            leaner = None if self._leaner is None else self._leaner._over(n)
+            self._tensor[n] = TensorCuts(self._parts, n, leaner)
         return self._tensor[n]
 
     @cached_property

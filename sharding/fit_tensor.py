@@ -16,24 +16,24 @@ cache as must stay for the link to keep up. `sharding.fit_distribute` finds a cu
 bounds, or that there is none. If that cut does not keep the limit, the box is cut where what the
 cut takes is furthest from the least that the box has.
 
-Bounds never leave out a cut that keeps the limit. In a box that nothing is left to be cut by, and
+Bounds never leave out a cut that keeps the limit, so a box without one is not looked at for smaller
+limits. Less prefetch leaves more memory and changes no seconds: what has no cut with less has none
+with more, and both have the same boxes. In a box that nothing is left to be cut by, and
 when a search has looked at many boxes, the answer is that none was found, without the proof.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from sharding.fit_boxes import CHUNK, SLACK, Box, Boxes, Evaluated
-from sharding.fit_distribute import Sums, in_proportion
+from sharding.fit_distribute import Distribution, in_proportion, of
 from sharding.fit_tables import Cut, Floats
 from sharding.fit_terms import TensorParts
 
 CLOSE = 4e-6  # a cut keeps a limit to this part
-PRICES = 0.0, 1e3, 1.0, 0.4, 2.5, 0.15, 6.0  # of a group, in its even part of the blocks
 WIDE = 64  # boxes that are looked at together
 MOST_BOXES = 4096  # of one question
 BOX_STEPS = 8e4  # of a dynamic program, that take as long as what else a box takes
@@ -47,47 +47,71 @@ class Answer(NamedTuple):
 
 
 class TensorCuts:
-    """The cuts of one set of tables over `n` devices. All cuts are in one of the `boxes`, which
-    grow smaller by what is asked; those of tables with the same seconds may be given."""
+    """The cuts of one set of tables over `n` devices; `leaner` are those of tables with the same
+    seconds and no more groups in flight, which every cut fits if it does here. All cuts are in one
+    of the `boxes`, which grow smaller by what is asked."""
 
-    def __init__(self, parts: TensorParts, n: int, boxes: Sequence[Box] | None = None):
+    def __init__(self, parts: TensorParts, n: int, leaner: TensorCuts | None = None):
         t, self._effort = parts.tables, parts.effort
         self._t = t
         self._n, self._options, self._terms = n, parts.options, parts.terms
         self._memory = parts.memory.over(n)
         self._space = Boxes(parts, n)
         self._count = np.array([stage.count for stage in t.stages])
-        self._sums: dict[tuple[int, ...], Sums] = {}
-        self._all_alike = len(t.mixers.totals) == len(t.mlps.totals) == 1
-        self.boxes = self._space.all() if boxes is None else list(boxes)
+        self._groups = Distribution(parts.options, t.mixers.totals, n, parts.effort)
+        self._leaner = leaner
+        self.boxes: list[Box] = self._space.all() if leaner is None else leaner.boxes
+        self._none = [0.0, 0.0]  # seconds that no cut keeps, and none whose cache stays
 
     def within(self, limit: float, resident: bool = False) -> Answer:
         """A cut whose request takes no more seconds than `limit`, but for a millionth part or so.
         `resident`: all of the cache stays on the devices."""
-        if not all(self._t.blocks_and_groups):
+        if limit <= self._none[resident] or not all(self._t.blocks_and_groups):
             return Answer(None)
-        todo, done, proved = self.boxes, [], True
+        if self._leaner is None:
+            answer = self._search(limit, resident)
+        else:
+            answer = self._leaner.within(limit, resident)
+            if answer.cut is not None:
+                cut = self._same(answer.cut, limit, resident)
+                answer = self._search(limit, resident) if cut is None else Answer(cut)
+        if answer.cut is None and answer.proved:
+            self._none[resident] = max(limit, self._none[resident])
+        return answer
+
+    def _same(self, cut: Cut, limit: float, resident: bool) -> Cut | None:
+        """A cut of the leaner tables, if it keeps a limit here, too."""
+        groups, blocks = np.array([cut.groups]), np.array([cut.shares])
+        cuts = self._evaluate(self._t.mixers.counts(groups), self._t.mlps.counts(blocks))
+        return self._keeping(cuts, limit, resident)
+
+    def _search(self, limit: float, resident: bool) -> Answer:
+        """A cut in one of the boxes."""
+        todo = [box for box in self.boxes if box.none < limit]
+        done, proved = [box for box in self.boxes if box.none >= limit], True
+        every = self._leaner is None and not resident  # cuts there are
         looks = MOST_BOXES
         while todo:
             boxes, todo = todo[:WIDE], todo[WIDE:]
             looks -= len(boxes)
             self._effort.left -= BOX_STEPS * len(boxes)
-            low, high = (np.array(each) for each in zip(*boxes, strict=True))
+            low, high, _ = (np.array(each) for each in zip(*boxes, strict=True))
             low, high, most = self._space.bounds(low, high, limit)
             possible, groups, blocks = self._fill(low, high, most, limit, resident)
-            done += [box for box, may in zip(boxes, possible, strict=True) if not may]
+            out = [box for box, may in zip(boxes, possible, strict=True) if not may]
+            done += [box._replace(none=limit) for box in out] if every else out
             boxes = [box for box, may in zip(boxes, possible, strict=True) if may]
             if not boxes:
                 continue
             rounded = self._t.mixers.counts(groups[0]), self._t.mlps.counts(blocks[0])
             cuts = self._evaluate(*rounded)
-            taken = cuts if self._all_alike else self._evaluate(groups, blocks)
             off = [abs(a - b)[1:].sum(2) for a, b in zip(rounded, (groups, blocks), strict=True)]
             off = np.concatenate(off)  # units that are rounded otherwise, of each threshold
-            best = int(cuts.seconds.argmin())
-            if cuts.seconds[best] <= limit * (1 + CLOSE) and (cuts.resident[best] or not resident):
-                self.boxes = done + boxes + todo
-                return Answer(self._cut(cuts, best))
+            taken = self._evaluate(groups, blocks) if off.any() else cuts
+            cut = self._keeping(cuts, limit, resident)
+            if cut is not None:
+                self.boxes[:] = done + boxes + todo
+                return Answer(cut)
             for i, (box, least) in enumerate(zip(boxes, low[possible], strict=True)):
                 pieces = []
                 if min(looks, self._effort.left) > 0:
@@ -95,7 +119,7 @@ class TensorCuts:
                 todo += pieces
                 done += [] if pieces else [box]
                 proved &= bool(pieces)
-        self.boxes = done
+        self.boxes[:] = done
         return Answer(None, proved)
 
     def _fill(
@@ -104,18 +128,12 @@ class TensorCuts:
         """Which boxes may have a cut that keeps the limit, [N], and of those a cut that keeps their
         bounds but perhaps for rounding, as groups and blocks of every total, [U, boxes that may,
         R]."""
-        at, options, (first, *others) = self._space.axes, self._options, self._t.mlps.totals
+        at, (first, *others) = self._space.axes, self._t.mlps.totals
         taken = self._taken(low, high, most, limit, resident)
         devices = high[:, at.sets].astype(int)
-        # Whatever a group is worth in blocks, no way to give them out is worth more than the n
-        # devices do that are worth most, each by its best option.
         possible = (devices > 0).all(1) & (low <= high).all(1)
-        for price in PRICES:
-            price *= first / options.groups[0, -1]
-            worth = np.sort((taken + price * options.groups[0]).max(2), axis=1)
-            possible &= worth[:, -self._n :].sum(1) * SLACK >= first + price * options.groups[0, -1]
         kept = np.flatnonzero(possible)
-        found, chosen = self._distribute(taken[kept], devices[kept], np.full(len(kept), first))
+        found, chosen = self._groups.best(taken[kept], devices[kept], np.full(len(kept), first))
         kept = kept[found]
         for i, total in enumerate(others, 1):
             offsets = self._t.mlps.offsets(high[kept][:, at.blocks])
@@ -123,9 +141,9 @@ class TensorCuts:
                 np.maximum(taken[kept], 0).astype(int), offsets[..., None]
             )
             own = np.where(np.isfinite(taken[kept]), counts[i], -np.inf)
-            few = _of(own, chosen).sum(1) < total
+            few = of(own, chosen).sum(1) < total
             if few.any():
-                found, better = self._distribute(
+                found, better = self._groups.best(
                     own[few], devices[kept[few]], np.full(few.sum(), total)
                 )
                 chosen[np.flatnonzero(few)[found]] = better
@@ -134,26 +152,6 @@ class TensorCuts:
                 kept, chosen = kept[keep], chosen[keep]
         possible = np.isin(np.arange(len(low)), kept)
         return possible, *self._give_out(taken[kept], chosen, low[kept], high[kept])
-
-    def _distribute(
-        self, worth: Floats, devices: np.ndarray, least: Floats
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """`Sums.best` of boxes in which at most so many devices take part in sets, [N, sets]."""
-        if not len(worth):
-            return np.zeros(0, bool), np.zeros((0, worth.shape[1]), int)
-        options, totals = self._options, self._t.mixers.totals
-        bound = np.flatnonzero((devices.min(0) < self._n) & ~options.takes.all(1))
-        most = np.array([self._n, *devices[:, bound].max(0), *totals])
-        key = tuple(map(int, (*bound, -1, *most)))
-        if key not in self._sums:
-            takes = options.takes[bound].T
-            adds = np.column_stack((np.ones(len(takes), int), takes, options.groups.T))
-            self._sums[key] = Sums(adds.astype(int), most)
-        sums = self._sums[key]
-        self._effort.left -= worth.size * len(sums.states)
-        used, sets, groups = np.split(sums.states, (1, 1 + len(bound)), axis=1)
-        ends = (used[:, 0] == self._n) & (groups == totals).all(1)
-        return sums.best(worth, ends & (sets <= devices[:, None, bound]).all(2), least)
 
     def _taken(
         self, low: Floats, high: Floats, most: Floats, limit: float, resident: bool
@@ -233,8 +231,8 @@ class TensorCuts:
         grid, first = self._t.mlps, self._t.mlps.totals[0]
         used = chosen >= 0
         groups = np.where(used, self._options.groups[:, chosen], 0)
-        most = np.where(used, _of(taken, chosen), 0).astype(int)
-        least = np.where(used, _of(self._ends(low, high)[0], chosen), 0)
+        most = np.where(used, of(taken, chosen), 0).astype(int)
+        least = np.where(used, of(self._ends(low, high)[0], chosen), 0)
         blocks = in_proportion(least, most, first)
         for bounds in (
             high,
@@ -282,14 +280,13 @@ class TensorCuts:
         held = np.asarray((resident | ~used).all(1))
         return Evaluated(groups, blocks, held, compute, links, starts, seconds, parts)
 
-    def _cut(self, cuts: Evaluated, i: int) -> Cut:
+    def _keeping(self, cuts: Evaluated, limit: float, resident: bool) -> Cut | None:
+        """The fastest, if it fits and keeps a limit."""
+        i = int(cuts.seconds.argmin())
+        late = not np.isfinite(cuts.seconds[i]) or cuts.seconds[i] > limit * (1 + CLOSE)
+        if late or (resident and not cuts.resident[i]):
+            return None
         shares = tuple(map(int, cuts.blocks[i])), tuple(map(int, cuts.groups[i]))
         places = (*shares, bool(cuts.resident[i]))
         took = cuts.compute[:, i], cuts.links[:, i], cuts.starts[:, i]
         return self._t.cut(places, *took, "computing and exchanges")
-
-
-def _of(values: Floats, chosen: np.ndarray) -> Floats:
-    """Of the options that devices have, [N, R], 0 for no part."""
-    own = np.take_along_axis(values, np.maximum(chosen, 0)[..., None], axis=2)[..., 0]
-    return np.where(chosen >= 0, own, 0)

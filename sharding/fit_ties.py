@@ -42,7 +42,10 @@ def choose(search: Search, fastest: Considered) -> Considered:
             if way.cut is not None:
                 goal, best = way.seconds * (1 - CLOSE), way
         found = None if best is None else search.plan(best)
-        if found is not None and found.plan is not None and found.seconds <= limit:
+        if found is None or found.plan is None or found.seconds > limit:
+            continue
+        # As one program, with all of its cache, a model on one device may not fit.
+        if found.plan.options.kv == "device" or key[0]:
             first = next(i for i, (a, b) in enumerate(zip(key, own, strict=True)) if a != b)
             why = f"within {100 * TIE:g} % of the fastest, simpler: {_WORDS[first]}"
             return replace(found, why=why)

@@ -61,8 +61,11 @@ class Grid:
         return np.stack(found, axis=-1) if found else np.zeros((*primary.shape[:-1], 0), int)
 
     def offsets(self, thresholds: Ints) -> Ints:
-        """Of thresholds [N, U - 1], with those of the primary total: [U, N, R]."""
+        """Of thresholds [N, U - 1], with those of the primary total: [U, N, R]; without others
+        [1, 1, R]."""
         devices = np.arange(self._devices)
+        if len(self.totals) == 1:
+            return np.zeros((1, 1, self._devices), int)
         own = (thresholds.astype(int).T[..., None] + self._devices - 1 - devices) // self._devices
         return np.concatenate((np.zeros((1, *own.shape[1:]), int), own))
 

@@ -14,6 +14,7 @@ PLAIN = LayerShape(GROUPS, 2, 64, 64, BLOCKS * 32)
 WINDOW = replace(PLAIN, window=128)
 WIDE = replace(PLAIN, kv_heads=2, q_per_kv=4, k_dim=128, v_dim=128)
 THREE = replace(PLAIN, kv_heads=3)
+NARROW = replace(PLAIN, kv_heads=1, q_per_kv=64, mlp=32)
 RECURRENT = replace(PLAIN, kv_heads=0, states=8, state_bytes=1 << 15, state_work=1 << 10)
 UNEVEN = replace(RECURRENT, states=6)
 MIXTURE = replace(PLAIN, mlp=2 * 32, experts=8, experts_used=2)
@@ -21,6 +22,7 @@ BESIDE = replace(MIXTURE, shared_mlp=3 * 32)
 SMALL = {
     "windows": (WINDOW, WINDOW, WINDOW, PLAIN),
     "heads": (WIDE, WINDOW, THREE, PLAIN),
+    "layers of one unit": (PLAIN, NARROW, NARROW, PLAIN),
     "dense, then mixtures": (PLAIN, MIXTURE, MIXTURE, MIXTURE),
     "dense, then mixtures with an MLP beside": (PLAIN, BESIDE, BESIDE, BESIDE),
     "hybrid": (UNEVEN, UNEVEN, RECURRENT, PLAIN),
@@ -45,6 +47,14 @@ def gemma3(layers: int = 64) -> Model:
     full = LayerShape(16, 2, 128, 128, 21504)
     window = replace(full, window=1024)
     return _large((window, window, window, window, window, full), layers, 262208, 5376)
+
+
+def gemma4(layers: int = 64) -> Model:
+    """Sizes of a model of 31B in which layers without a window, one of six, have fewer, wider
+    heads."""
+    full = LayerShape(4, 8, 512, 512, 21504)
+    window = LayerShape(16, 2, 256, 256, 21504, window=1024)
+    return _large((window, window, window, window, window, full), layers, 262144, 5376)
 
 
 def qwen3_next(layers: int = 64) -> Model:

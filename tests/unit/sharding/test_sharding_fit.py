@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fit_models import deepseek, gemma3, qwen3_next
+from fit_models import deepseek, gemma3, gemma4, qwen3_next
 from sharding_models import tensors
 
 from sharding import (
@@ -74,6 +74,7 @@ def yardstick() -> float:
         pytest.param(large(8), 32768, id="8 KV heads"),
         pytest.param(large(32), 32768, id="32 KV heads"),
         pytest.param(gemma3(), 32768, id="windows"),
+        pytest.param(gemma4(), 32768, id="unlike heads"),
         pytest.param(qwen3_next(), 131072, id="hybrid"),
         pytest.param(deepseek(), 131072, id="dense, then mixtures"),
     ],
@@ -94,6 +95,22 @@ def test_eight_devices_and_64_layers_take_less_than_two_seconds(
         if took[-1] < 20:
             break
     assert min(took) < 20
+
+
+@pytest.mark.parametrize("ctx", [65536, 131072])
+def test_of_several_depths_of_prefetch_the_fastest_is_found(ctx: int):
+    mesh = Mesh(eight().devices[:3], fabric=eight().fabric)
+    depths, (shape, weights) = (4, 2, 16), gemma4()
+
+    def fastest(*prefetches: int) -> float:
+        allowed = replace(ONE, split_modes=("tensor",), ubatches=(512,), prefetches=prefetches)
+        found = fit(shape, mesh, PlanOptions(ctx=ctx, itemsize=2), weights, allowed)
+        assert found.missed == 0
+        return min(c.seconds for c in found.considered if c.plan)
+
+    alone = [fastest(depth) for depth in depths]
+    assert fastest(*depths) == pytest.approx(min(alone), rel=2e-5)
+    assert alone[1] == min(alone) < max(alone) == alone[2]
 
 
 def test_a_search_that_ends_without_a_proof_says_so(monkeypatch: pytest.MonkeyPatch):

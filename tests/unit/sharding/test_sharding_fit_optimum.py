@@ -189,11 +189,13 @@ def test_no_plan_is_faster_and_none_as_fast_is_simpler(
         (1, "windows", 2),
         (2, "heads", None),
         (0, "heads", 2),
+        (28, "layers of one unit", None),  # a fast cut of which does not fit
         (1, "dense, then mixtures", None),
         (3, "dense, then mixtures", 2),
         (0, "dense, then mixtures with an MLP beside", None),
         (1, "hybrid", None),
         (3, "hybrid", 2),
+        (23, "hybrid", None),  # one device holds it with small chunks as one program
         (2, "parts in layers of their own", None),
         (1, "parts in layers of their own", 2),
         (0, "four kinds", None),
