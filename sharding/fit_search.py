@@ -33,12 +33,21 @@ def silent(what: str, done: int, steps: int) -> None:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a fit may choose from; pairs of cache types are in order of preference."""
+    """What a fit may choose from; pairs of cache types are in order of preference.
+
+    Raises:
+        FitError: for a prefetch of less than 2, whose copies add to all else: what a fit counts
+            copies while it computes.
+    """
 
     cache_types: tuple[tuple[str, str], ...]
     split_modes: tuple[SplitMode, ...] = ("none", "layer", "tensor")
     ubatches: tuple[int, ...] = UBATCHES
     prefetches: tuple[int, ...] = PREFETCHES
+
+    def __post_init__(self) -> None:
+        if least := [n for n in self.prefetches if n < 2]:
+            raise FitError(f"a fit may choose a prefetch of at least 2, not {least[0]}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from jaxllm.cache.attention import (
     visible_positions,
     write_ring,
 )
+from jaxllm.cache.flash import Parts, with_parts
 from jaxllm.models.config import LayerConfig
 from support import layer_config, nmse
 
@@ -79,6 +82,32 @@ def test_parts_merge(window: int | None, softcap: float | None, masked: int | No
     assert np.isfinite(found).all()
     assert nmse(found, _whole(cfg)) <= 1e-11
     assert nmse(found, _fold(cfg, [(0, 300)])) <= 1e-11
+
+
+def test_what_a_kernel_has_joins_a_carry():
+    """Parts as the kernel leaves them, of which one has seen nothing, in tiles that are not full:
+    m in base two, [N, parts, K, Q]."""
+    cfg = layer_config(HEADS, GROUP, DIM, scale=0.5)
+    q, k, v = _tensors()
+    turned = queries_first(jnp.asarray(q))
+    positions, floor = jnp.arange(KEYS - QUERIES, KEYS)[None], jnp.zeros((1,), jnp.int32)
+
+    def over(start: int, stop: int) -> Carry:
+        seen = visible_positions(cfg, positions, jnp.arange(start, stop)[None], floor)
+        own = k[:, :, start:stop], v[:, :, start:stop]
+        return attend_block(cfg, start_carry(turned, VALUE), turned, *map(jnp.asarray, own), seen)
+
+    def tiles(carry: Carry) -> Parts:
+        flat = (a.reshape(1, 1, HEADS, GROUP * QUERIES, *a.shape[4:]) for a in carry[:3])
+        m, l, acc = (  # noqa: E741
+            jnp.pad(a, [(0, 0)] * 3 + [(0, 5)] + [(0, 0)] * (a.ndim - 4)) for a in flat
+        )
+        return Parts(m / log(2), l, acc)
+
+    parts = [tiles(over(0, 100)), tiles(start_carry(turned, VALUE)), tiles(over(100, 220))]
+    whole = Parts(*(jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True)))
+    found = finish(with_parts(over(220, KEYS), whole, turned), jnp.dtype(jnp.float32))
+    assert nmse(np.asarray(found), _whole(cfg)) <= 1e-11
 
 
 @settings(max_examples=25, deadline=None)

@@ -129,6 +129,11 @@ def test_a_search_that_ends_without_a_proof_says_so(monkeypatch: pytest.MonkeyPa
     assert words in str(found) and words in found._repr_html_()
 
 
+def test_a_fit_counts_copies_ahead():
+    with pytest.raises(FitError, match="at least 2, not 1"):
+        Allowed((("f16", "f16"),), prefetches=(4, 1))
+
+
 def test_too_many_devices_are_refused():
     shape, weights = large(8)
     many = Mesh(eight().devices * 5, fabric=eight().fabric)
