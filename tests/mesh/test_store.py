@@ -188,14 +188,16 @@ ACTIONS = st.one_of(
     prefetch=st.sampled_from([1, 2, 4]),
     arrays=st.sampled_from([1, 2]),
     mixes=st.booleans(),
+    joins=st.booleans(),
     actions=st.lists(ACTIONS, max_size=12),
 )
 def test_random_lives(
-    place: str, group: int, prefetch: int, arrays: int, mixes: bool, actions: list
+    place: str, group: int, prefetch: int, arrays: int, mixes: bool, joins: bool, actions: list
 ):
     """Rows grow, shrink from the front, are set aside, begin as others do and go, in any order,
-    between steps of one row or all."""
+    between steps of one row or all. `joins`: on the device, as accelerators do."""
     model = Model(place, group, prefetch, arrays, mixes)
+    model.store._groups._joins = joins
     for action, row, value in actions:
         if action == "add":
             model.add(row, value)
