@@ -267,18 +267,21 @@ def _warn_of_residency(plan: Plan) -> None:
 
 def _options(cfg: ModelConfig, mesh: Mesh, arguments: dict[str, Any]) -> tuple[PlanOptions, str]:
     """`options_from` for a model. On accelerators groups have more pages by default, if those of
-    the widest layer are no more than `COPY_BYTES`: each copy, and each program that folds one,
-    takes the host's thread about as long as 16 MB take on a link. And more groups of few bytes are
-    copied ahead: the link goes on while the host makes one step's logits the next one's token."""
+    the widest layer are no more than `COPY_BYTES` in the compute type (so that a fit, which chooses
+    the cache's, has the same): each copy, and each program that folds one, takes the host's thread
+    about as long as 16 MB take on a link. And more groups of few bytes are copied ahead: the link
+    goes on while the host makes one step's logits the next one's token."""
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if any(d.platform == "cpu" for d in mesh.devices):
         return options, dtype
     if "group_pages" not in arguments:
-        if LARGE_GROUP * options.page * _widest(cfg, options) <= COPY_BYTES:
+        untyped = {n: v for n, v in arguments.items() if not n.startswith("cache_type")}
+        plain, _ = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **untyped)
+        if LARGE_GROUP * plain.page * _widest(cfg, plain) <= COPY_BYTES:
             options = replace(options, group_pages=LARGE_GROUP)
     if "prefetch" not in arguments:
-        ahead = min(MOST_AHEAD, AHEAD_BYTES // _group_bytes(cfg, mesh, options))
-        options = replace(options, prefetch=max(options.prefetch, ahead))
+        ahead = AHEAD_BYTES // _group_bytes(cfg, options, _largest_share(mesh, options))
+        options = replace(options, prefetch=max(options.prefetch, min(MOST_AHEAD, ahead)))
     return options, dtype
 
 
@@ -290,15 +293,23 @@ def _widest(cfg: ModelConfig, options: PlanOptions) -> int:
 def _delivery(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Delivery:
     """How full pages are sent: copies as large as an even share of the widest layer makes them,
     in a power of two so that models of about one size share a measurement."""
-    size = _group_bytes(cfg, mesh, options)
+    even = 1 / len(mesh) if options.split_mode == "tensor" else 1.0
+    size = _group_bytes(cfg, options, even)
     place = host_place(mesh.jax_devices or (), options.kv_pinned)
     return Delivery(place, 1 << (size - 1).bit_length(), options.prefetch)
 
 
-def _group_bytes(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> int:
-    """Of an even share of a group of the widest layer, at least one."""
-    parts = len(mesh) if options.split_mode == "tensor" else 1
-    return max(1, options.group_pages * options.page * _widest(cfg, options) // parts)
+def _group_bytes(cfg: ModelConfig, options: PlanOptions, share: float) -> int:
+    """Of a share of a group of the widest layer, at least one."""
+    return max(1, int(options.group_pages * options.page * _widest(cfg, options) * share))
+
+
+def _largest_share(mesh: Mesh, options: PlanOptions) -> float:
+    """Of a layer's heads that one device has, about."""
+    if options.split_mode != "tensor":
+        return 1.0
+    shares = options.attn_split or options.tensor_split or (1.0,) * len(mesh)
+    return max(shares) / sum(shares)
 
 
 def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:

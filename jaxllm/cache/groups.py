@@ -105,6 +105,11 @@ def _take(pages: Array, index: Array) -> Array:
     return pages[index]
 
 
+def take(pages: Pages, index: Sequence[int]) -> Pages:
+    """Some of the pages of arrays on a device."""
+    return tuple(_take(p, np.asarray(index, np.int32)) for p in pages)
+
+
 class HostMemory:
     """Host memory for the pages of all devices: pinned as long as there is some of it."""
 
@@ -201,7 +206,7 @@ class GroupMaker:
 
     def _select(self, group: Group, index: Sequence[int]) -> Group:
         if group.place == "device":
-            pages = tuple(_take(p, np.asarray(index, np.int32)) for p in group.pages)
+            pages = take(group.pages, index)
         else:
             pages = tuple(np.asarray(p)[index] for p in group.pages)
         firsts = tuple(group.firsts[i] for i in index)

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from jaxllm.cache.groups import Group, GroupMaker, HostMemory, Pages, Part, Rows
+from jaxllm.cache.groups import Group, GroupMaker, HostMemory, Pages, Part, Rows, take
 from jaxllm.models.layers import Array, Device
 from sharding.links import Place
 
@@ -78,7 +78,7 @@ class PageStore:
         fits = count in self._groups.sizes and count <= smallest and len({*places}) == 1
         if fits and not mixed:
             return [Part(pages, firsts, places[0])]
-        own = (tuple(p[i : i + 1] for p in pages) for i in range(count))
+        own = (take(pages, [i]) for i in range(count)) if count > 1 else [pages]
         return [Part(*each) for each in zip(own, zip(firsts), places, strict=True)]
 
     def release(self, row: int) -> None:

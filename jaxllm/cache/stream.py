@@ -94,11 +94,11 @@ class PageStream:
         time.sleep(PAUSE)
 
     def done(self, result: Array) -> None:
-        """A step on the last visited group has been dispatched; `result` is ready when it ends."""
+        """A step on the last visited group has been dispatched; `result` is ready when it ends. By
+        the next group of the visit nobody else may keep that one."""
         if self._delivered:
             self._delivered = False
             self._busy.append(result)
-            self._top_up()
 
     def _deliver(self, coming: deque[tuple[Group, Array]]) -> Iterator[Arrived]:
         while coming:
@@ -110,12 +110,11 @@ class PageStream:
             while not self.link.arrived(self._ahead[0][1]):
                 self.pause()
             group, table = coming.popleft()
-            ahead, pages = self._ahead.popleft()
-            assert ahead is group, "layers were visited out of order"
+            assert self._ahead[0][0] is group, "layers were visited out of order"
             self.sent += group.nbytes
             self._delivered = True
-            yield pages, table
-            del pages
+            yield self._ahead.popleft()[1], table  # nothing here keeps them
+            self._top_up()
 
     def _fetch(self) -> None:
         """Issue what must have been before the next group is passed on, its own copy included."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import jax
@@ -258,12 +258,15 @@ class StagedEngine(Engine):
 
     def rehearse(self, chunk: int) -> Iterator[int]:
         yield 0
-        for small, size in pairwise((1, *group_sizes(self.plan.options.group_pages))):
-            if size * self.page > self.plan.options.ctx:
+        options, most = self.plan.options, self.plan.options.ubatch + self.page
+        for small, size in pairwise((1, *group_sizes(options.group_pages))):
+            if size * self.page > options.ctx:
                 continue
-            for part in dict.fromkeys((small, size)):
-                if part == small or size * self.page <= self.plan.options.ubatch + self.page:
-                    self._hold_group(size, part)
+            at_once = size if size * self.page <= most else small  # of those that a chunk fills
+            if 1 < at_once < options.ctx // self.page:
+                self._hold_pages((1, at_once))  # after a smaller group, one by one
+            for part in dict.fromkeys((small, at_once)):
+                self._hold_pages((part,) * (size // part))
             yield 0
             for store in self.stores:  # a group that loses a page is cut
                 for layer in range(len(self.plan.layers)):
@@ -271,16 +274,17 @@ class StagedEngine(Engine):
         self.release(0)
 
     @frees_on_failure
-    def _hold_group(self, size: int, part: int) -> None:
-        """Let row 0 have one group of so many pages in a layer of each kind, and nothing else: made
-        of parts of so many."""
+    def _hold_pages(self, counts: Sequence[int]) -> None:
+        """Let row 0 have so many pages in a layer of each kind, taken from the tail so many at a
+        time, and nothing else."""
         self.release(0)
         roles: tuple[Role, ...] = ("decoder", "memory")
         for device, (store, model) in enumerate(zip(self.stores, self.models, strict=True)):
             for layers in chain.from_iterable(self._paged(device, r).values() for r in roles):
                 kinds = {(model.cfg.layers[i], model.kv_heads[i]): i for i in layers}
-                for first in range(0, size * self.page, part * self.page):
-                    pages = self._cut(device, layers, 0, first, part)
+                for before, count in zip(accumulate(counts, initial=0), counts, strict=False):
+                    first = before * self.page
+                    pages = self._cut(device, layers, 0, first, count)
                     store.add(0, first, {i: pages[i] for i in kinds.values()})
 
     @frees_on_failure

@@ -244,6 +244,7 @@ class StagedStep:
                     del visits[device]
                 else:
                     self._fold(device, index, *group)
+                del group
 
     def _fold(self, device: int, index: int, pages: tuple[Array, ...], table: Array) -> None:
         self.engine.at_work = device

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.cache.stream import PageStream
 from jaxllm.testing import assert_weights_as_planned, random_llm
 from scenarios.runs import alone, check, config, counts
+from sharding.links import Link
 from support import assert_close, random_ids, run
 
 pytestmark = pytest.mark.xdist_group("bytes")
@@ -73,6 +75,31 @@ def test_staging_stays_within_the_plan(cut: dict, prefetch: int):
         assert plan.staging_bytes(device) == flights * group
         assert max(n for n, _ in notes) <= flights
         assert group <= max(size for _, size in notes) <= plan.staging_bytes(device)
+
+
+class _Counting(Link):
+    """Counts what it has sent and somebody still has."""
+
+    def __init__(self, device: Any):
+        super().__init__(device)
+        self.sent: list[weakref.ref] = []
+        self.most = 0
+
+    def send(self, pages: Sequence[Any]) -> tuple[Any, ...]:
+        sent = super().send(pages)
+        self.sent = [one for one in self.sent if one() is not None] + [weakref.ref(sent[0])]
+        self.most = max(self.most, len(self.sent))
+        return sent
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
+@pytest.mark.parametrize("cut", [dict(devices=1), dict(devices=2, split_mode="tensor")])
+def test_no_more_groups_are_alive_than_may_be(cut: dict, prefetch: int):
+    llm = random_llm(config(8, 4), kv="host", prefetch=prefetch, group_pages=1, **cut)
+    for stream in llm.engine.streams:
+        stream.link = _Counting(stream.store.device)
+    run(llm, random_ids(60), [1] * 8)
+    assert {stream.link.most for stream in llm.engine.streams} == {max(1, prefetch)}
 
 
 @pytest.mark.parametrize("cut", [dict(devices=2), dict(devices=3, attn_split="2,1,0")])

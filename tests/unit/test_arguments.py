@@ -149,10 +149,12 @@ def test_plan_arguments_of_wrong_kinds(wrong: dict[str, Any]):
         ("cpu", {}, 16, 4),
         ("gpu", {}, 64, 4),
         ("gpu", {"split_mode": "tensor"}, 64, 8),
+        ("gpu", {"split_mode": "tensor", "attn_split": (7, 1)}, 64, 4),
         ("gpu", {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 64, 7),
         ("gpu", {"group_pages": 4}, 4, 16),
         ("gpu", {"group_pages": 4, "prefetch": 2}, 4, 2),
         ("gpu", {"page": 1024}, 16, 4),  # 64 of those would be 256 MB
+        ("gpu", {"page": 512, "cache_type_k": "q4_0", "cache_type_v": "q4_0"}, 16, 16),
     ],
 )
 def test_copies_to_accelerators_are_larger(

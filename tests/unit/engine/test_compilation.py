@@ -56,6 +56,16 @@ def test_nothing_is_compiled_after_a_warm_up(kind: str):
     assert len(found) == 0
 
 
+def test_pages_of_a_chunk_that_are_taken_apart_compile_nothing():
+    """A chunk fills several, and a window has left a smaller group before them."""
+    cfg = small_config(k_dim=16, embed=32, mlp=48, window=200)
+    llm = random_llm(cfg, kv="host", ctx=1024, page=16, ubatch=256, group_pages=16)
+    llm.warmup()
+    with compilations() as found:
+        llm.generate([[1] * 700], SamplingParams(max_tokens=1, temperature=0))
+    assert len(found) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fused", "uneven, host"])
 def test_windows_and_smaller_groups(kind: str):
