@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -181,14 +182,17 @@ def scales_of_a_neighbour_when_written(patch: Patch) -> None:
 
 def scales_of_a_neighbour_in_pages(patch: Patch) -> None:
     def wrong(right: Callable, *args: Any, **kw: Any) -> Any:
-        return tuple(_neighbours_scales(p, 1) for p in right(*args, **kw))
+        return jax.tree.map(lambda p: _neighbours_scales(p, 1), right(*args, **kw))
 
     _change(patch, staged, "cut", wrong)
 
 
 def scales_of_a_neighbour_in_host_memory(patch: Patch) -> None:
     def wrong(right: Callable, values: Any, *where: Any) -> Any:
-        return right(np.asarray(_neighbours_scales(jnp.asarray(values), 1)), *where)
+        def mixed(page: Any) -> Any:
+            return np.asarray(_neighbours_scales(jnp.asarray(page), 1))
+
+        return right(jax.tree.map(mixed, values), *where)
 
     _change(patch, jaxllm.cache.groups, "host_array", wrong)
 
@@ -215,7 +219,7 @@ def page_cut_too_early(patch: Patch) -> None:
     """The last position of a page is that before it."""
 
     def wrong(right: Callable, *args: Any, **kw: Any) -> Any:
-        return tuple(p.at[:, :, -1].set(p[:, :, -2]) for p in right(*args, **kw))
+        return jax.tree.map(lambda p: p.at[:, :, -1].set(p[:, :, -2]), right(*args, **kw))
 
     _change(patch, staged, "cut", wrong)
 
