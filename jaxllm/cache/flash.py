@@ -98,12 +98,10 @@ def attend_flash(
     does."""
     from jaxllm.cache.flash_kernel import flash  # takes a second, and most devices have no use
 
-    n, heads, per_head, length, _ = q.shape
-    parts = max(1, min(ring.capacity // SMALL, PROGRAMS // (n * heads)))
-    cut = tiles(per_head * length, parts, max(cfg.k_dim, cfg.v_dim))
-    floor = jnp.zeros((n,), jnp.int32) if floor is None else floor
+    floor = jnp.zeros((len(q),), jnp.int32) if floor is None else floor
     at = jnp.concatenate([positions[:, 0], floor, row[None]])
-    found = flash(_flat(q), (ring.k, ring.v), at, length, _scores(cfg), cut)
+    cut, how = _cut(cfg, q, ring.capacity), _scores(cfg)
+    found = flash(_flat(q), (ring.k, ring.v), at, q.shape[3], how, cut)
     return with_parts(carry, Parts(*found), q)
 
 
@@ -160,12 +158,16 @@ def _scores(cfg: LayerConfig) -> Scores:
     return Scores(cfg.scale, cfg.softcap, cfg.window, cfg.v_dim)
 
 
-def _cut_pages(cfg: LayerConfig, q: jax.Array, page: int) -> Tiles:
-    """For pages of so many positions: all rows of a tile are kept, from group to group."""
+def _cut(cfg: LayerConfig, q: jax.Array, positions: int) -> Tiles:
+    """For a ring, or pages, of so many positions."""
     n, heads, per_head, length, _ = q.shape
-    parts = max(1, min(page // SMALL, PROGRAMS // (n * heads)))
-    cut = tiles(per_head * length, parts, max(cfg.k_dim, cfg.v_dim))
-    return cut._replace(kept=ROWS)
+    parts = max(1, min(positions // SMALL, PROGRAMS // (n * heads)))
+    return tiles(per_head * length, parts, max(cfg.k_dim, cfg.v_dim))
+
+
+def _cut_pages(cfg: LayerConfig, q: jax.Array, page: int) -> Tiles:
+    """For pages: all rows of a tile are kept, from group to group."""
+    return _cut(cfg, q, page)._replace(kept=ROWS)
 
 
 def _flat(q: jax.Array) -> jax.Array:

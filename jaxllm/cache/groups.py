@@ -79,7 +79,7 @@ class Group:
         return replace(self, rows=rows, mixed=mixed, tables={})
 
 
-class Part(NamedTuple):
+class NewGroup(NamedTuple):
     """What becomes a group: pages, the first position of each, and where they go."""
 
     pages: Pages
@@ -155,19 +155,19 @@ class GroupMaker:
         self, pages: Pages, firsts: tuple[int, ...], rows: Rows, place: Place, mixed: bool = False
     ) -> Group:
         """A group in a place, of pages that may still be in another."""
-        [group] = self.make_all([Part(pages, firsts, place)], rows, mixed)
+        [group] = self.make_all([NewGroup(pages, firsts, place)], rows, mixed)
         return group
 
-    def make_all(self, parts: Sequence[Part], rows: Rows, mixed: bool = False) -> list[Group]:
+    def make_all(self, groups: Sequence[NewGroup], rows: Rows, mixed: bool = False) -> list[Group]:
         """Groups of the same rows in their places; pages that go to the same are sent together."""
-        there = list(parts)
-        places: set[Place] = {part.place for part in parts if part.place != "device"}
+        there = list(groups)
+        places: set[Place] = {each.place for each in groups if each.place != "device"}
         for place in places:
-            index = [i for i, part in enumerate(parts) if part.place == place]
-            found, held = self.host.hold([parts[i].pages for i in index], place, self.device)
+            index = [i for i, each in enumerate(groups) if each.place == place]
+            found, held = self.host.hold([groups[i].pages for i in index], place, self.device)
             for i, pages in zip(index, held, strict=True):
-                there[i] = Part(pages, parts[i].firsts, found)
-        return [Group(part.pages, part.firsts, rows, part.place, mixed) for part in there]
+                there[i] = groups[i]._replace(pages=pages, place=found)
+        return [Group(each.pages, each.firsts, rows, each.place, mixed) for each in there]
 
     def join(self, groups: Sequence[Group]) -> Group:
         """Groups of one kind and place as one, in this order."""
@@ -175,21 +175,23 @@ class GroupMaker:
         parts = [tuple(g.pages[i] for g in groups) for i in range(len(first.pages))]
         firsts = tuple(f for g in groups for f in g.firsts)
         rows = tuple(r for g in groups for r in g.rows) if first.mixed else first.rows
-        pages = self._concatenated(parts, first.place)
+        here = self._joins and first.place == "pinned"
+        if here:
+            self._wait_for_joins(len(firsts))
+            parts = [deliver(part, self.device) for part in parts]
+        if here or first.place == "device":
+            pages = tuple(map(_concat, parts))
+        else:
+            pages = tuple(np.concatenate([np.asarray(p) for p in part]) for part in parts)
         joined = self.make(pages, firsts, rows, first.place, first.mixed)
-        if self._joins and first.place == "pinned":
+        if here:
             self._joined.append(joined)
         return joined
 
-    def _concatenated(self, parts: list[Pages], place: Place) -> Pages:
-        if place == "device":
-            return tuple(map(_concat, parts))
-        if self._joins and place == "pinned":
-            room = self.sizes[-1] - sum(len(part) for part in parts[0])
-            while sum(len(group.firsts) for group in self._joined) > room:
-                jax.block_until_ready(self._joined.popleft().pages)
-            return tuple(_concat(deliver(part, self.device)) for part in parts)
-        return tuple(np.concatenate([np.asarray(p) for p in part]) for part in parts)
+    def _wait_for_joins(self, pages: int) -> None:
+        """Until so many more pages may be joined on the device."""
+        while sum(len(group.firsts) for group in self._joined) > self.sizes[-1] - pages:
+            jax.block_until_ready(self._joined.popleft().pages)
 
     def cut(self, group: Group, index: Sequence[int]) -> Iterator[Group]:
         """Some of a group's pages, or all, in groups of the sizes that there are. A stretch of

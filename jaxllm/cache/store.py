@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from jaxllm.cache.groups import Group, GroupMaker, HostMemory, Pages, Part, Rows, take
+from jaxllm.cache.groups import Group, GroupMaker, HostMemory, NewGroup, Pages, Rows, take
 from jaxllm.models.layers import Array, Device
 from sharding.links import Place
 
@@ -58,17 +58,17 @@ class PageStore:
         """Take over full pages [M, K, P, ...] of one row from position `first` on, by layer."""
         mixed = row in self._together
         run = MIXED if mixed else (row,)
-        parts = []
+        new = []
         for layer, pages in layers.items():
             groups = self._runs[layer].setdefault(run, [])
-            parts += [(groups, part) for part in self._parts(layer, first, pages, groups, mixed)]
-        made = self._groups.make_all([part for _, part in parts], (row,), mixed)
-        for (groups, _), group in zip(parts, made, strict=True):
+            new += [(groups, each) for each in self._new(layer, first, pages, groups, mixed)]
+        made = self._groups.make_all([each for _, each in new], (row,), mixed)
+        for (groups, _), group in zip(new, made, strict=True):
             self._push(groups, group)
 
-    def _parts(
+    def _new(
         self, layer: int, first: int, pages: Pages, groups: list[Group], mixed: bool
-    ) -> list[Part]:
+    ) -> list[NewGroup]:
         """New pages of a run as one group, if that is what joining them would make; else each as
         one."""
         count, size = len(pages[0]), pages[0].shape[2]
@@ -77,9 +77,9 @@ class PageStore:
         smallest = len(groups[-1].firsts) if groups else count
         fits = count in self._groups.sizes and count <= smallest and len({*places}) == 1
         if fits and not mixed:
-            return [Part(pages, firsts, places[0])]
+            return [NewGroup(pages, firsts, places[0])]
         own = (take(pages, [i]) for i in range(count)) if count > 1 else [pages]
-        return [Part(*each) for each in zip(own, zip(firsts), places, strict=True)]
+        return [NewGroup(*each) for each in zip(own, zip(firsts), places, strict=True)]
 
     def release(self, row: int) -> None:
         """Drop a row's pages."""
