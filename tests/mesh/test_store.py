@@ -282,6 +282,30 @@ def test_neither_place_nor_prefetch_moves_a_boundary(mixes: bool):
     )
 
 
+class _Later:
+    """What a step gives that goes on until somebody waits for it."""
+
+    over = False
+
+    def is_ready(self) -> bool:
+        return self.over
+
+    def block_until_ready(self) -> None:
+        self.over = True
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 4, 7])
+def test_copies_are_issued_before_the_step_that_they_would_wait_for(prefetch: int):
+    model = Model("pinned", 1, prefetch, 1)
+    model.add(0, 9)
+    model.stream.begin(0, 1, again=False)
+    for i, _ in enumerate(model.stream.visit(0)):
+        assert len(model.stream._ahead) >= min(prefetch // 2, 8 - i)
+        assert len(model.stream._ahead) + len(model.stream._busy) < prefetch
+        later: Any = _Later()
+        model.stream.done(later)
+
+
 def test_pages_are_not_changed_by_their_maker():
     """Memory that the maker writes to again is not the store's."""
     for place in PLACES:
