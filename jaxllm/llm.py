@@ -77,6 +77,7 @@ class LLM:
         fit           choose split, shares, place and type of the cache, ubatch and prefetch by a
                       cost model, from this machine's measured rates; see docs/fit.md
         page, group_pages, prefetch  positions of a page, pages of a copy, copies in flight
+        tail_pages    full pages that leave a device together; fewer stay there
         rounding, dither, kv_replicate   how heads are cut; see `sharding.PlanOptions`
     """
 

@@ -14,6 +14,7 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES
 
 from jaxllm.cache.flash import has_kernel
+from jaxllm.cache.groups import group_sizes
 from jaxllm.calibration import calibrated_mesh
 from jaxllm.engine.build import PlannedModel, plan_model
 from jaxllm.engine.quantising import StoredTypes
@@ -41,6 +42,8 @@ LARGE_GROUP = 64  # pages of the largest copy to an accelerator,
 COPY_BYTES = 64 << 20  # and how many bytes these may be
 AHEAD_BYTES = 256 << 20  # of copies to an accelerator that exist at a time,
 MOST_AHEAD = 16  # and how many these may be
+TAIL_BYTES = 512 << 20  # of pages that gather on accelerators before they leave together
+TAIL_PART = 4  # and no more than this part of a context, as 1 / TAIL_PART
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dequantised", "quantised")
 SPEC_TYPES = ("none", "draft-mtp")
@@ -270,7 +273,9 @@ def _options(cfg: ModelConfig, mesh: Mesh, arguments: dict[str, Any]) -> tuple[P
     the widest layer are no more than `COPY_BYTES` in the compute type (so that a fit, which chooses
     the cache's, has the same): each copy, and each program that folds one, takes the host's thread
     about as long as 16 MB take on a link. And more groups of few bytes are copied ahead: the link
-    goes on while the host makes one step's logits the next one's token."""
+    goes on while the host makes one step's logits the next one's token. Pages leave a tail many at
+    a time, if that does not make it large: as a few groups of one size, where single pages would be
+    several small ones, each with its copy and its program."""
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if any(d.platform == "cpu" for d in mesh.devices):
         return options, dtype
@@ -279,10 +284,24 @@ def _options(cfg: ModelConfig, mesh: Mesh, arguments: dict[str, Any]) -> tuple[P
         plain, _ = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **untyped)
         if LARGE_GROUP * plain.page * _widest(cfg, plain) <= COPY_BYTES:
             options = replace(options, group_pages=LARGE_GROUP)
+    if "tail_pages" not in arguments:
+        options = replace(options, tail_pages=_tail_pages(cfg, options))
     if "prefetch" not in arguments:
         ahead = AHEAD_BYTES // _group_bytes(cfg, options, _largest_share(mesh, options))
         options = replace(options, prefetch=max(options.prefetch, min(MOST_AHEAD, ahead)))
     return options, dtype
+
+
+def _tail_pages(cfg: ModelConfig, options: PlanOptions) -> int:
+    """The largest size of groups, less than that of the largest, of which a tail may have one."""
+    position = sum(
+        shape.kv_heads * position_bytes(shape, options)
+        for shape in cfg.shape().layers
+        if shape.has_pages
+    )
+    most = min(options.ctx // TAIL_PART, TAIL_BYTES // max(1, options.slots * position))
+    fitting = [n for n in group_sizes(options.group_pages)[:-1] if n * options.page <= most]
+    return max(fitting, default=1)
 
 
 def _widest(cfg: ModelConfig, options: PlanOptions) -> int:

@@ -114,13 +114,14 @@ class SimulatedLink(Link):
         self.idle_from = 0.0  # when the last group will have arrived
         self._due: dict[int, float] = {}
 
-    def send(self, pages: Sequence[Any]) -> tuple[Any, ...]:
+    def send(self, groups: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
         now = time.perf_counter()
-        seconds = sum(p.nbytes for p in pages) / (self.gbps * 1e9)
-        self.idle_from = max(now, self.idle_from) + seconds
-        sent = super().send(pages)
+        self.idle_from = max(now, self.idle_from)
+        sent = super().send(groups)
         self._due = {key: due for key, due in self._due.items() if due > now}
-        self._due[id(sent)] = self.idle_from
+        for there, pages in zip(sent, groups, strict=True):
+            self.idle_from += sum(p.nbytes for p in pages) / (self.gbps * 1e9)
+            self._due[id(there)] = self.idle_from
         return sent
 
     def arrived(self, sent: tuple[Any, ...]) -> bool:

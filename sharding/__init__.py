@@ -38,7 +38,13 @@ from sharding.mesh import DeviceInfo, Mesh, backend_started, ensure_devices
 from sharding.options import PlanOptions
 from sharding.plan import Plan, make_plan
 from sharding.residency import Kept, Residency
-from sharding.rings import full_pages, pages_read, position_bytes, ring_positions
+from sharding.rings import (
+    full_pages,
+    pages_left,
+    pages_read,
+    position_bytes,
+    ring_positions,
+)
 from sharding.shapes import Context, LayerShape, ModelShape, Role, TensorShape
 from sharding.shares import apportion, apportion_blocks, apportion_dithered, parse_shares
 from sharding.splits import LayerPlan, replications
@@ -85,6 +91,7 @@ __all__ = [
     "llama_cpp_heads",
     "make_plan",
     "mlp_granularity",
+    "pages_left",
     "pages_read",
     "parse_bytes",
     "parse_shares",

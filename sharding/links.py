@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,9 +89,11 @@ class Link:
     def __init__(self, device: Any):
         self.device = device
 
-    def send(self, pages: Sequence[Any]) -> tuple[Any, ...]:
-        """Start copying host arrays to the device; the arrays there."""
-        return deliver(pages, self.device)
+    def send(self, groups: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """Start copying groups of host arrays to the device; the arrays there, by group. Several at
+        once take the host little longer than one."""
+        there = iter(deliver([page for pages in groups for page in pages], self.device))
+        return [tuple(islice(there, len(pages))) for pages in groups]
 
     def arrived(self, sent: tuple[Any, ...]) -> bool:
         """Whether what `send` gave may be passed to a program. On a real link always: a program

@@ -30,6 +30,7 @@ _COUNTS = {
     "slots": "--parallel/-np",
     "page": "--page",
     "group_pages": "--group-pages",
+    "tail_pages": "--tail-pages",
     "prefetch": "--prefetch",
     "ubatch": "--ubatch-size/-ub",
     "spec_draft_n_max": "--spec-draft-n-max",
@@ -83,6 +84,7 @@ class PlanOptions:
         slots: sequences in the batch.
         page: positions of a page, a power of two.
         group_pages: pages of the largest copy from host memory, a power of two.
+        tail_pages: full pages that leave a tail together, a power of two; fewer stay on the device.
         prefetch: groups in flight or in use at a time; 0 or 1 copies one only when it is needed.
         ubatch: positions of a prefill chunk, a power of two.
         spec_draft_n_max: tokens that a draft predicts before they are verified; 0 for none.
@@ -109,6 +111,7 @@ class PlanOptions:
     slots: int = 1
     page: int = 256
     group_pages: int = 16
+    tail_pages: int = 1
     prefetch: int = 4
     ubatch: int = 512
     spec_draft_n_max: int = 3
@@ -133,7 +136,7 @@ class PlanOptions:
         for field, argument in (("kv_rotate", "--kv-rotate"), ("kv_pinned", "--kv-pinned")):
             if not isinstance(getattr(self, field), bool | None):
                 raise PlanError(f"{argument} is {getattr(self, field)!r}; it is on, off or None.")
-        for field in ("page", "group_pages", "ubatch"):
+        for field in ("page", "group_pages", "tail_pages", "ubatch"):
             value = getattr(self, field)
             if value & (value - 1):
                 raise PlanError(f"{_COUNTS[field]} is {value}; it must be a power of two.")

@@ -13,14 +13,15 @@ def ring_positions(
     """Positions a slot of a layer's ring on the device.
 
     With L = max(page, ubatch): the fused engine keeps the whole context rounded up to L, for a
-    window layer min(ctx, window + ubatch) rounded up; the staged engine keeps a tail of
-    page + ubatch rounded up, for every layer. Both keep L of a layer of an encoder.
+    window layer min(ctx, window + ubatch) rounded up; the staged engine keeps a tail of as many
+    pages as leave it together + ubatch rounded up, for every layer. Both keep L of a layer of an
+    encoder.
     """
     step = max(options.page, options.ubatch)
     if role == "encoder":
         return step
     if engine == "staged":
-        wanted = options.page + options.ubatch
+        wanted = options.page * options.tail_pages + options.ubatch
     elif window is None:
         wanted = options.ctx
     else:
@@ -30,8 +31,14 @@ def ring_positions(
 
 def full_pages(options: PlanOptions, window: int | None = None) -> int:
     """Full pages a slot that the staged engine keeps of a layer, at most."""
-    pages = options.ctx // options.page
+    pages = pages_left(options, options.ctx)
     return pages if window is None else min(pages, -(-window // options.page) + 1)
+
+
+def pages_left(options: PlanOptions, position: int) -> int:
+    """How many pages of so many positions have left the tail."""
+    together = options.page * options.tail_pages
+    return position // together * options.tail_pages
 
 
 def live_pages(options: PlanOptions, position: int, window: int | None = None) -> range:
@@ -40,7 +47,7 @@ def live_pages(options: PlanOptions, position: int, window: int | None = None) -
     A query of a window layer sees keys k with position - k < window.
     """
     first = 0 if window is None else max(0, position - window + 1) // options.page
-    return range(first, position // options.page)
+    return range(first, max(first, pages_left(options, position)))
 
 
 def pages_read(options: PlanOptions, position: int, window: int | None = None) -> int:

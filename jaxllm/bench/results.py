@@ -46,6 +46,7 @@ SETTINGS = (
     "ctx",
     "page",
     "group_pages",
+    "tail_pages",
     "prefetch",
     "rounding",
     "dither",

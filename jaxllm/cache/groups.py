@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,7 @@ class GroupMaker:
         self._on_device = SingleDeviceSharding(device, memory_kind="device")
         self._joins = device.platform != "cpu"
         self._joined: deque[Group] = deque()  # that may still be on their way
+        self._tables: WeakValueDictionary[Any, Array] = WeakValueDictionary()  # by what they say
 
     def make(
         self, pages: Pages, firsts: tuple[int, ...], rows: Rows, place: Place, mixed: bool = False
@@ -221,6 +223,10 @@ class GroupMaker:
         key = rows, slots
         if key not in group.tables:
             given = group.rows if group.mixed else rows
-            table = page_table(group.firsts, given, slots, group.mixed)
-            group.tables[key] = jax.device_put(table, self._on_device)
+            said = group.firsts, given, slots, group.mixed  # the same of most layers' groups
+            table = self._tables.get(said)
+            if table is None:
+                table = jax.device_put(page_table(*said), self._on_device)
+                self._tables[said] = table
+            group.tables[key] = table
         return group.tables[key]

@@ -35,6 +35,7 @@ class PageStream:
     def __init__(self, store: PageStore, owners: Sequence[int | None], prefetch: int):
         self.store, self.prefetch = store, max(1, prefetch)
         self.behind = self.prefetch // 2  # copies issued before a group is passed on
+        self.together = max(1, self.prefetch // 4)  # copies issued at once, where there are as many
         self.link = Link(store.device)
         self.peers: Sequence[PageStream] = [self]  # that issue copies while one of them waits
         self.sent = 0  # bytes delivered to steps over the link
@@ -46,7 +47,7 @@ class PageStream:
         self._ahead: deque[tuple[Group, tuple[Array, ...]]] = deque()
         self._busy: deque[Any] = deque()  # one small result of each step in progress
         self._coming: deque[tuple[Group, Array]] = deque()  # that a visit has still to deliver
-        self._delivered = False  # whether the last group came over the link
+        self._delivered = False  # whether a group that came over the link is not yet folded
         self._again = False
 
     def give_up(self) -> None:
@@ -78,13 +79,18 @@ class PageStream:
         self._coming = deque(self._wanted.pop(layer))
         return self._deliver(self._coming)
 
+    @property
+    def last(self) -> bool:
+        """Whether the group that was passed on is the last of its visit."""
+        return not self._coming
+
     def waits(self) -> bool:
         """Whether the next group of the visit in progress cannot be passed on yet."""
         if not self._coming or self._coming[0][0].place == "device":
             return False
         self._forget_finished()
         if self._short():
-            return not self._has_room()
+            return not self._room()
         return not self.link.arrived(self._ahead[0][1])
 
     def pause(self) -> None:
@@ -119,8 +125,8 @@ class PageStream:
     def _fetch(self) -> None:
         """Issue what must have been before the next group is passed on, its own copy included."""
         while self._short():
-            if self._has_room():
-                self._issue()
+            if self._room():
+                self._issue(self._may_issue())
             elif len(self.peers) > 1:
                 self.pause()
             else:
@@ -130,8 +136,13 @@ class PageStream:
         """Whether a copy that the next group waits for has not been issued."""
         return self._issued < self._limit() and len(self._ahead) <= self.behind
 
-    def _has_room(self) -> bool:
-        return len(self._ahead) + len(self._busy) < self.prefetch
+    def _room(self) -> int:
+        """How many more groups may exist."""
+        return self.prefetch - len(self._ahead) - len(self._busy) - self._delivered
+
+    def _may_issue(self) -> int:
+        """How many copies there is room for, up to as many as are issued at once."""
+        return min(self._room(), self._limit() - self._issued, self.together)
 
     def _limit(self) -> int:
         """Copies that may be issued: this step's, and the next one's if the same rows come."""
@@ -145,11 +156,12 @@ class PageStream:
         self._forget_finished()
         if self.prefetch == 1:
             return  # a copy is issued when it is needed
-        while self._issued < self._limit() and self._has_room():
-            self._issue()
+        while (count := self._may_issue()) >= min(self.together, self._limit() - self._issued) > 0:
+            self._issue(count)
 
-    def _issue(self) -> None:
-        group = self._queue[self._issued % len(self._queue)]
+    def _issue(self, count: int) -> None:
+        groups = [self._queue[(self._issued + i) % len(self._queue)] for i in range(count)]
         # A numpy page may be taken over without a copy; pages never change, so that is safe.
-        self._ahead.append((group, self.link.send(group.pages)))
-        self._issued += 1
+        sent = self.link.send([group.pages for group in groups])
+        self._ahead.extend(zip(groups, sent, strict=True))
+        self._issued += count

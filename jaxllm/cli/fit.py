@@ -83,7 +83,7 @@ def _fit(args: argparse.Namespace) -> Fit:
     from sharding.fit_tables import Workload
 
     names = ("ctx", "split_mode", "cache_type_k", "cache_type_v", "ubatch", "parallel")
-    names += ("link_gbps", "dtype", "weights", "page", "group_pages")
+    names += ("link_gbps", "dtype", "weights", "page", "group_pages", "tail_pages")
     given = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     if (args.n_prompt is None) != (args.n_predict is None):
         raise OptionError("--n-prompt and --n-predict go together; give both")

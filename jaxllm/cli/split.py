@@ -192,6 +192,13 @@ def _split_options() -> tuple[SplitOption, ...]:
             number,
         ),
         option(
+            ("--tail-pages",),
+            "tail_pages",
+            f"full pages that leave the devices together (default {plan.tail_pages}, up to 16 on"
+            " accelerators); fewer stay there",
+            number,
+        ),
+        option(
             ("--prefetch", "--kv-prefetch"),
             "prefetch",
             f"copies in flight; 0: each only when needed (default {plan.prefetch}, up to 16 on"

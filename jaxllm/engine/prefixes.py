@@ -81,7 +81,10 @@ class Rows:
         A free row with the longest prefix is taken itself; of a busy one the prefix is shared.
         """
         lengths = {row: self._common(row, prompt) for row in self._held}
-        lengths = {row: n for row, n in lengths.items() if n and holds(row, n)}
+        for row, most in lengths.items():
+            usable = (n for n in range(most, 0, -self.step) if holds(row, n))
+            lengths[row] = next(usable, 0)
+        lengths = {row: n for row, n in lengths.items() if n}
         if not lengths:
             row = self.spare(free)
             return Start(row, row, 0)

@@ -43,7 +43,7 @@ from jaxllm.engine.stages import cut, features, head, layer_of
 from jaxllm.engine.states import HostStates, StateEnds, StateRow, empty_state
 from jaxllm.models.layers import Array, Device
 from jaxllm.models.weights import Leaves, LocalModel
-from sharding import Plan, Role, ring_positions
+from sharding import Plan, Role, pages_left, ring_positions
 from sharding.links import Place
 from sharding.memory import memory_of
 
@@ -151,7 +151,7 @@ class StagedEngine(Engine):
         start = np.zeros(1, np.int32)
         packed = pack_step(tokens, row, start, start, start, start, used)
         StagedStep(self, packed, encode=True).run()
-        full = used // self.page
+        full = pages_left(self.plan.options, used)
         self._flush(row, "memory", 0, full, used)
         self.memory[row], self.memory_floor[row] = used, full * self.page
 
@@ -212,7 +212,7 @@ class StagedEngine(Engine):
     def settle(self, row: int, ends: np.ndarray) -> None:
         for n, end in enumerate(ends.tolist()):
             first = int(self.floor[row + n])
-            full = (end - first) // self.page
+            full = pages_left(self.plan.options, end - first)
             if full > 0:
                 self._flush(row + n, "decoder", first, full, end)
                 self.floor[row + n] = first + full * self.page
@@ -233,11 +233,11 @@ class StagedEngine(Engine):
         for device, store in enumerate(self.stores):
             for window, layers in self._paged(device, role).items():
                 oldest = 0 if window is None else max(0, end - window + 1)
-                at, left = first, full
+                unseen = min(full, max(0, oldest - first) // self.page)
+                at, left = first + unseen * self.page, full - unseen
                 for size in reversed(group_sizes(self.plan.options.group_pages)):
                     while left >= size:
-                        if at + size * self.page > oldest:
-                            store.add(row, at, self._cut(device, layers, row, at, size))
+                        store.add(row, at, self._cut(device, layers, row, at, size))
                         at, left = at + size * self.page, left - size
 
     def _paged(self, device: int, role: Role) -> dict[int | None, list[int]]:
@@ -258,7 +258,8 @@ class StagedEngine(Engine):
 
     def rehearse(self, chunk: int) -> Iterator[int]:
         yield 0
-        options, most = self.plan.options, self.plan.options.ubatch + self.page
+        options = self.plan.options
+        most = options.ubatch + options.tail_pages * self.page
         for small, size in pairwise((1, *group_sizes(options.group_pages))):
             if size * self.page > options.ctx:
                 continue
@@ -302,19 +303,30 @@ class StagedEngine(Engine):
             store.park(row)
 
     def holds(self, row: int, length: int) -> bool:
-        return self.ends_at(row, length) and all(
-            self.trimmed.get((row, window), 0) <= max(0, length - window + 1)
-            for window in self.window_layers
+        in_tail = length >= int(self.floor[row])
+        whole = length % (self.plan.options.tail_pages * self.page) == 0
+        return (
+            (in_tail or whole)
+            and self.ends_at(row, length)
+            and all(
+                self.trimmed.get((row, window), 0) <= max(0, length - window + 1)
+                for window in self.window_layers
+            )
         )
 
     @frees_on_failure
     def reuse(self, source: int, row: int, length: int) -> None:
         trimmed = {w: self.trimmed.get((source, w), 0) for w in self.window_layers}
+        floor = min(length, int(self.floor[source]))
         for store in self.stores:
-            store.adopt(source, row, length)
-        self.floor[row] = length
+            store.adopt(source, row, floor)
+        self.floor[row] = floor
+        at = np.int32(source), np.int32(row)
+        if source != row and length > floor:
+            for rings in self.rings:
+                own = {i: ring for i, ring in rings.items() if self.roles[i] == "decoder"}
+                rings.update(copy_row(own, *at, axis=0))
         if source != row and self.ends.stateful:
-            at = np.int32(source), np.int32(row)
             for own in self.states:
                 own.update({i: copy_row(own[i], *at, axis=0) for i in own})
             self.ends.copy(source, row)
@@ -360,7 +372,7 @@ class StagedEngine(Engine):
         self, row: int, layers: Sequence[LayerRow], length: int, states: Sequence[StateRow] = ()
     ) -> None:
         self.release(row)
-        floor = length // self.page * self.page
+        floor = pages_left(self.plan.options, length) * self.page
         given_of = dict(zip(self.models[0].cfg.cached, layers, strict=True))
         for device, rings in enumerate(self.rings):
             store, to = self.stores[device], SingleDeviceSharding(self.devices[device])

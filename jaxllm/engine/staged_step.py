@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxllm.cache.stream import Arrived
 from jaxllm.engine.local import State
 from jaxllm.engine.stages import Queries, StageIn, attend, embed, stage
 from jaxllm.models.layers import Array, Heads
@@ -44,6 +45,8 @@ class StagedStep:
         self.held: dict[int, tuple[Array, ...]] = {}  # of a mixer that waits for one
         self.begun: dict[int, State] = {}  # its state, meanwhile
         self.queries: dict[int, Queries] = {}
+        self.last: dict[int, tuple[Arrived, Iterator[Arrived]]] = {}  # groups that the stage which
+        # ends a layer folds, and the visits that they come from
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
         self.begun_mlps: dict[int, Any] = {}  # of a layer whose MLP waits for a sum
         self.chosen: dict[int, Array] = {}  # by the last indexer, for layers that follow it
@@ -177,6 +180,7 @@ class StagedStep:
             heads=self.heads.pop(device, None) if begins else None,
             held=self.held.pop(device, None) if begins else None,
             queries=self.queries.pop(device, None) if out else None,
+            pages=self.last[device][0] if out and device in self.last else None,
             tail=rings.get(engine.owners[here]) if out and here is not None else None,
             mixed=self.mixed.pop(device, None) if out else None,
             begun_mlp=self.begun_mlps.pop(device, None),
@@ -195,6 +199,11 @@ class StagedStep:
             page=engine.page,
             keep=self.keep,
         )
+        if result.folded is not None:
+            del given  # by now nothing may keep the group
+            engine.streams[device].done(result.folded)
+            _, visit = self.last.pop(device)
+            assert next(visit, None) is None
         of_device: tuple[tuple[Any, dict[int, Any]], ...] = (
             (result.x, self.x),
             (result.partial, self.made),
@@ -230,8 +239,9 @@ class StagedStep:
         return self.chosen.get(device)
 
     def _attend(self, devices: tuple[int, ...], index: int) -> None:
-        """Fold a layer's groups. Devices take turns, who has nothing there yet leaving out his: so
-        none of their links rests until another's groups have come."""
+        """Fold a layer's groups, but for the last where the stage that ends the layer does. Devices
+        take turns, who has nothing there yet leaving out his: so none of their links rests until
+        another's groups have come."""
         streams = self.engine.streams
         visits = {d: streams[d].visit(index) for d in devices}
         while visits:
@@ -242,6 +252,8 @@ class StagedStep:
                 group = next(visits[device], None)
                 if group is None:
                     del visits[device]
+                elif streams[device].last and self.queries[device].folds_last:
+                    self.last[device] = group, visits.pop(device)
                 else:
                     self._fold(device, index, *group)
                 del group

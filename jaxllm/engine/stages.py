@@ -32,6 +32,7 @@ from jaxllm.cache.flash import (
 )
 from jaxllm.engine.local import (
     State,
+    Step,
     Top,
     begin_attention,
     begin_recurrent,
@@ -71,6 +72,13 @@ class Queries(NamedTuple):
     carry: Carry
     parts: Parts | None
 
+    @property
+    def folds_last(self) -> bool:
+        """Whether the stage that ends the layer folds the last group: for one token of each row a
+        program more takes the host as long as a copy. In a loop it could round otherwise than
+        alone; a kernel does not."""
+        return self.parts is not None and self.q.shape[3] == 1
+
 
 class StageIn(NamedTuple):
     """Arguments of a stage; what its pieces do not read is None."""
@@ -82,6 +90,7 @@ class StageIn(NamedTuple):
     heads: Heads | None = None  # of the layer that begins, where its norms waited for a sum
     held: tuple[Array, ...] | None = None  # of a mixer that waited for one
     queries: Queries | None = None
+    pages: tuple[tuple[Array, ...], Array] | None = None  # the last group, and its table
     tail: Ring | None = None  # of the layer that ends
     mixed: Array | None = None  # partial of its recurrent mixer
     begun_mlp: Any = None  # of the layer that ends, where its MLP waited for a sum
@@ -102,6 +111,7 @@ class StageOut(NamedTuple):
     begun_mlp: Any  # of a layer whose MLP waits for a sum
     earlier: State | None  # the same after fewer tokens
     chosen: Array | None  # what the layer that ends has, where others follow it
+    folded: Array | None  # by whose arrival the stream knows that the last group was folded
 
 
 @partial(
@@ -129,7 +139,7 @@ def stage(
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
     heads, held, read, mixed, begun_mlp = given.heads, given.held, None, None, None
-    earlier, chosen, made = None, given.chosen, None
+    earlier, chosen, made, folded = None, given.chosen, None, None
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
@@ -171,6 +181,9 @@ def stage(
                 continue
             assert given.queries is not None and given.tail is not None
             q, carry, parts = given.queries
+            if given.pages is not None:
+                assert parts is not None
+                parts, folded = _fold_parts(here.cfg, parts, q, *given.pages, step)
             carry = carry if parts is None else with_parts(carry, parts, q)
             tail, places = given.tail, (step.row, step.seen_from(here.cfg))
             floor = step.floor_of(here.cfg)
@@ -209,6 +222,7 @@ def stage(
         begun_mlp,
         earlier,
         made,
+        folded,
     )
 
 
@@ -227,13 +241,19 @@ def attend(
     """Fold a group into what queries have seen of pages; also a small result, by whose arrival the
     stream knows that the step ended."""
     step = unpack_step(packed)
-    places = table, step.row, step.seen_from(here.cfg)
     if isinstance(seen, Parts):
-        seen = attend_pages_flash(here.cfg, seen, q, pages, *places)
-        return seen, seen.m[:1, :1, :1, :1]
-    seen = attend_pages(here.cfg, seen, q, pages, *places)
+        return _fold_parts(here.cfg, seen, q, pages, table, step)
+    seen = attend_pages(here.cfg, seen, q, pages, table, step.row, step.seen_from(here.cfg))
     result = seen.m if seen.kept is None else seen.kept.small
     return seen, result[:1, :1, :1, :1]
+
+
+def _fold_parts(
+    cfg: LayerConfig, parts: Parts, q: Array, pages: tuple[Array, ...], table: Array, step: Step
+) -> tuple[Parts, Array]:
+    """`attend` by a kernel."""
+    parts = attend_pages_flash(cfg, parts, q, pages, table, step.row, step.seen_from(cfg))
+    return parts, parts.m[:1, :1, :1, :1]
 
 
 @partial(jax.jit, static_argnames=("ends",))

@@ -43,7 +43,8 @@ class HostStates(MutableMapping[int, State]):
     def __getitem__(self, layer: int) -> State:
         kept = self._kept[layer]
         self.sent += sum(a.nbytes for a in kept)
-        return self._link.send(kept)
+        [sent] = self._link.send([kept])
+        return sent
 
     def __setitem__(self, layer: int, state: State) -> None:
         _, [self._kept[layer]] = self._memory.hold([state], self._place, self._device)

@@ -185,7 +185,7 @@ ACTIONS = st.one_of(
 @given(
     place=st.sampled_from(list(MIXES)),
     group=st.sampled_from([1, 2, 4, 8]),
-    prefetch=st.sampled_from([1, 2, 4]),
+    prefetch=st.sampled_from([1, 2, 4, 9]),
     arrays=st.sampled_from([1, 2]),
     mixes=st.booleans(),
     joins=st.booleans(),
@@ -294,7 +294,7 @@ class _Later:
         self.over = True
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 4, 7, 9])
 def test_copies_are_issued_before_the_step_that_they_would_wait_for(prefetch: int):
     model = Model("pinned", 1, prefetch, 1)
     model.add(0, 9)

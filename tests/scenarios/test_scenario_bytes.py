@@ -85,14 +85,15 @@ class _Counting(Link):
         self.sent: list[weakref.ref] = []
         self.most = 0
 
-    def send(self, pages: Sequence[Any]) -> tuple[Any, ...]:
-        sent = super().send(pages)
-        self.sent = [one for one in self.sent if one() is not None] + [weakref.ref(sent[0])]
+    def send(self, groups: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        sent = super().send(groups)
+        self.sent = [one for one in self.sent if one() is not None]
+        self.sent += [weakref.ref(pages[0]) for pages in sent]
         self.most = max(self.most, len(self.sent))
         return sent
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("cut", [dict(devices=1), dict(devices=2, split_mode="tensor")])
 def test_no_more_groups_are_alive_than_may_be(cut: dict, prefetch: int):
     llm = random_llm(config(8, 4), kv="host", prefetch=prefetch, group_pages=1, **cut)
