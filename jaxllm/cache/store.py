@@ -49,6 +49,7 @@ class PageStore:
         mixes: bool = True,
     ):
         self.device, self.place, self.mixes = device, place, mixes
+        self.group_pages = group_pages  # of the largest groups
         self._groups = GroupMaker(device, group_pages, host)
         self._runs: list[dict[Run, list[Group]]] = [{} for _ in range(layers)]
         self._together: set[int] = set()  # rows that step together

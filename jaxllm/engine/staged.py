@@ -38,7 +38,7 @@ from jaxllm.engine.rows import (
     take_back,
     take_row,
 )
-from jaxllm.engine.staged_step import StagedStep
+from jaxllm.engine.staged_step import StagedStep, folded_groups
 from jaxllm.engine.stages import cut, features, head, layer_of
 from jaxllm.engine.states import HostStates, StateEnds, StateRow, empty_state
 from jaxllm.models.layers import Array, Device
@@ -68,6 +68,7 @@ class StagedEngine(Engine):
         kernels: bool = False,
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
+        self.kernels = kernels
         self.layers = [
             [
                 layer_of(*each, kernels)
@@ -82,6 +83,7 @@ class StagedEngine(Engine):
         self.summed = [mixer is not None and mixer.summed for mixer in mixers]
         self.sums_columns = [cfg.sums_columns for cfg in models[0].cfg.layers]
         self.page = options.page
+        self.least_folded = min(options.tail_pages, options.group_pages)  # pages, by a stage
         self.floor = np.zeros(options.slots, np.int32)
         self.memory = np.zeros(options.slots, np.int32)  # positions of an encoder that rows read
         self.memory_floor = np.zeros(options.slots, np.int32)
@@ -272,21 +274,26 @@ class StagedEngine(Engine):
             for store in self.stores:  # a group that loses a page is cut
                 for layer in range(len(self.plan.layers)):
                     store.trim(layer, 0, self.page)
+        if chunk == 1 and self.kernels:
+            for counts in folded_groups(options):
+                self._hold_pages(counts, everywhere=True)
+                yield 0
         self.release(0)
 
     @frees_on_failure
-    def _hold_pages(self, counts: Sequence[int]) -> None:
-        """Let row 0 have so many pages in a layer of each kind, taken from the tail so many at a
-        time, and nothing else."""
+    def _hold_pages(self, counts: Sequence[int], everywhere: bool = False) -> None:
+        """Let row 0 have so many pages in every layer, or in one of each kind, taken from the tail
+        so many at a time, and nothing else."""
         self.release(0)
         roles: tuple[Role, ...] = ("decoder", "memory")
         for device, (store, model) in enumerate(zip(self.stores, self.models, strict=True)):
             for layers in chain.from_iterable(self._paged(device, r).values() for r in roles):
                 kinds = {(model.cfg.layers[i], model.kv_heads[i]): i for i in layers}
+                kept = layers if everywhere else kinds.values()
                 for before, count in zip(accumulate(counts, initial=0), counts, strict=False):
                     first = before * self.page
                     pages = self._cut(device, layers, 0, first, count)
-                    store.add(0, first, {i: pages[i] for i in kinds.values()})
+                    store.add(0, first, {i: pages[i] for i in kept})
 
     @frees_on_failure
     def release(self, row: int) -> None:

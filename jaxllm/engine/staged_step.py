@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxllm.cache.attention import Ring
+from jaxllm.cache.groups import group_sizes
 from jaxllm.cache.stream import Arrived
-from jaxllm.engine.local import State
-from jaxllm.engine.stages import Queries, StageIn, attend, embed, stage
+from jaxllm.engine.local import COLUMNS, State
+from jaxllm.engine.stages import (
+    Layer,
+    Queries,
+    StageIn,
+    StageOut,
+    Work,
+    attend,
+    embed,
+    run_stages,
+)
 from jaxllm.models.layers import Array, Heads
 from jaxllm.models.parts import Follower
-from sharding import exchange
+from sharding import PlanOptions, exchange
 from sharding.splits import holders
 
 if TYPE_CHECKING:
     from jaxllm.engine.staged import StagedEngine
+
+
+TOGETHER = 4  # stages of one program, at most
+FOLDED = 3  # groups that a stage folds: so many of one size precede one of the next
+
+
+def folded_groups(options: PlanOptions) -> Iterator[tuple[int, ...]]:
+    """Pages of a layer as they leave a tail, for each way in which a stage folds some of their
+    groups: those of one size, without others and with a larger one before."""
+    sizes = group_sizes(options.group_pages)
+    for size, larger in zip_longest(sizes, sizes[1:]):
+        if size >= min(options.tail_pages, options.group_pages):
+            most, before = (FOLDED, larger // size) if larger else (1, 1)
+            for n in range(1, most + 1):
+                for count in (n, before + n):
+                    if count * size * options.page < options.ctx:
+                        yield (size,) * count
+
+
+class _Waiting(NamedTuple):
+    """A stage that is to run: its arguments, and the layers that end and begin."""
+
+    given: StageIn
+    ring: Ring | None
+    state: State | None
+    work: Work
+    here: int | None
+    there: int | None
 
 
 class StagedStep:
@@ -37,6 +76,8 @@ class StagedStep:
         self.following = dict(pairwise((None, *self.order, None)))  # layers of this step
         self.holders = () if encode else holders(engine.plan.vocab)
         self.earlier: dict[tuple[int, int], State] = {}  # by device and layer; see `take_back`
+        self.tokens = packed.shape[1] - COLUMNS
+        self.dtype: Any = None
         self.packed = [jax.device_put(packed, SingleDeviceSharding(d)) for d in engine.devices]
         self.x: dict[int, Array] = {}
         self.made: dict[int, Array] = {}  # partials by the device that made them
@@ -45,8 +86,10 @@ class StagedStep:
         self.held: dict[int, tuple[Array, ...]] = {}  # of a mixer that waits for one
         self.begun: dict[int, State] = {}  # its state, meanwhile
         self.queries: dict[int, Queries] = {}
-        self.last: dict[int, tuple[Arrived, Iterator[Arrived]]] = {}  # groups that the stage which
-        # ends a layer folds, and the visits that they come from
+        self.waiting: dict[int, list[_Waiting]] = {}  # stages that run together, in order
+        self.arrived: dict[int, list[Arrived]] = {}  # groups that the next of them folds
+        self.passed: dict[int, int] = {}  # bytes of those that all of them fold
+        self.visits: dict[int, list[Iterator[Arrived]]] = {}  # from which they come
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
         self.begun_mlps: dict[int, Any] = {}  # of a layer whose MLP waits for a sum
         self.chosen: dict[int, Array] = {}  # by the last indexer, for layers that follow it
@@ -59,6 +102,7 @@ class StagedStep:
             leaves, ends = engine.leaves[i], engine.models[i].ends
             beside = None if given is None else engine.copy_to(given, i)
             self.made[i] = embed(leaves.ends, leaves.vocab, self.packed[i], beside, ends=ends)
+            self.dtype = self.made[i].dtype
         self._exchange(plan.layers[self.order[0]].devices)
         self._begin(None, ("enter",))
         for index in self.order:
@@ -164,63 +208,113 @@ class StagedStep:
         self, device: int, pieces: tuple[str, ...], here: int | None, there: int | None = None
     ) -> None:
         engine = self.engine
-        engine.at_work = device
-        layers, rings, states = (
-            engine.leaves[device].layers,
-            engine.rings[device],
-            engine.states[device],
-        )
+        own, leaves = engine.layers[device], engine.leaves[device].layers
+        rings, waiting = engine.rings[device], self.waiting.setdefault(device, [])
         out, begins = "out" in pieces, "in" in pieces
-        mixes = begins or "mix" in pieces
         given = StageIn(
-            here=() if here is None else layers[here],
-            there=() if there is None else layers[there],
-            x=self.x.get(device),
+            here=() if here is None else leaves[here],
+            there=() if there is None else leaves[there],
+            x=None if waiting else self.x.get(device),
             parts=self.parts.pop(device, None),
             heads=self.heads.pop(device, None) if begins else None,
             held=self.held.pop(device, None) if begins else None,
             queries=self.queries.pop(device, None) if out else None,
-            pages=self.last[device][0] if out and device in self.last else None,
-            tail=rings.get(engine.owners[here]) if out and here is not None else None,
+            pages=tuple(self.arrived.pop(device, ())) if out else (),
+            tail=None if here is None or waiting or not out else rings.get(engine.owners[here]),
             mixed=self.mixed.pop(device, None) if out else None,
             begun_mlp=self.begun_mlps.pop(device, None),
             chosen=self._choice(device, there) if begins and there is not None else None,
         )
-        result = stage(
-            given,
-            rings.get(there) if begins and there is not None else None,
-            self.begun.pop(device, None) or states.get(there)
-            if mixes and there is not None
-            else None,
-            self.packed[device],
-            pieces=pieces,
-            here=None if here is None else engine.layers[device][here],
-            there=None if there is None else engine.layers[device][there],
-            page=engine.page,
-            keep=self.keep,
-        )
-        if result.folded is not None:
-            del given  # by now nothing may keep the group
-            engine.streams[device].done(result.folded)
-            _, visit = self.last.pop(device)
+        ring = rings.get(there) if begins and there is not None else None
+        state = None
+        if there is not None and (begins or "mix" in pieces):
+            state = self.begun.pop(device, None) or engine.states[device].get(there)
+        old, new = (None if i is None else own[i] for i in (here, there))
+        waiting.append(_Waiting(given, ring, state, Work(pieces, old, new), here, there))
+        del given
+        if not (begins and there is not None and self._may_wait(device, there)):
+            self._start(device)
+
+    def _may_wait(self, device: int, there: int) -> bool:
+        """Whether the stages that wait on a device may run together with the one that will end the
+        layer `there`: each program takes the host's thread some time to start. Nothing comes
+        between them if that stage folds all groups of its layer. All layers must have groups alike:
+        else there were too many ways to run stages together to rehearse them."""
+        engine, layer = self.engine, self.engine.layers[device][there]
+        alone = engine.plan.layers[there].devices == (device,) and engine.owners[there] == there
+        if not alone or layer.states or not self._folds(layer):
+            return False
+        groups = engine.streams[device].coming(there)
+        if len(self.waiting[device]) == TOGETHER or self._left(device, there) != len(groups):
+            return False
+        return engine.streams[device].alike
+
+    def _folds(self, layer: Layer) -> bool:
+        """Whether the stage that ends a layer may fold groups: a kernel rounds as it does alone,
+        and in prompts a program more is nothing."""
+        return self.tokens == 1 and layer.flashes(1, self.dtype, self.engine.page)
+
+    def _left(self, device: int, index: int) -> int:
+        """How many groups, the last that a layer reads, are left to the stage that ends it: some of
+        one size that `rehearse` has programs for, which have room beside those that wait."""
+        engine, passed = self.engine, self.passed.get(device, 0)
+        if not self._folds(engine.layers[device][index]):
+            return 0
+        stream = engine.streams[device]
+        coming, left, room = stream.coming(index), 0, stream.may_wait - passed
+        last = len(coming[-1].firsts) if coming else 0
+        most = 1 if last == engine.plan.options.group_pages else FOLDED
+        for group in reversed(coming[-most:]):
+            room -= group.nbytes
+            fits = room >= 0 or passed == left == 0
+            if len(group.firsts) != last or last < engine.least_folded or not fits:
+                break
+            left += 1
+        return left
+
+    def _start(self, device: int) -> None:
+        """Run the stages that wait on a device, as one program."""
+        engine = self.engine
+        engine.at_work = device
+        given, rings, states, works, here, there = zip(*self.waiting.pop(device), strict=True)
+        packed, page = self.packed[device], engine.page
+        results = run_stages(given, rings, states, packed, works=works, page=page, keep=self.keep)
+        del given  # by now nothing may keep the groups
+        for folded in [each.folded for each in results if each.folded is not None][-1:]:
+            engine.streams[device].done(folded)
+        self.passed.pop(device, None)
+        for visit in self.visits.pop(device, ()):
             assert next(visit, None) is None
-        of_device: tuple[tuple[Any, dict[int, Any]], ...] = (
-            (result.x, self.x),
-            (result.partial, self.made),
-            (result.heads, self.heads),
-            (result.held, self.held),
-            (result.queries, self.queries),
-            (result.begun_mlp, self.begun_mlps),
-            (result.mixed, self.mixed),
-        )
-        for made, kept in of_device:
+        for each, begun in zip(results, there, strict=True):
+            if each.ring is not None:
+                engine.rings[device][begun] = each.ring
+        self._keep(device, results[-1], works[-1].pieces, here[-1], there[-1])
+
+    def _keep(
+        self,
+        device: int,
+        result: StageOut,
+        pieces: tuple[str, ...],
+        here: int | None,
+        there: int | None,
+    ) -> None:
+        """What a stage made, for those that follow."""
+        of_device: dict[str, dict[int, Any]] = {
+            "x": self.x,
+            "partial": self.made,
+            "heads": self.heads,
+            "held": self.held,
+            "queries": self.queries,
+            "begun_mlp": self.begun_mlps,
+            "mixed": self.mixed,
+        }
+        for name, kept in of_device.items():
+            made = getattr(result, name)
             if made is not None:
                 kept[device] = made
-        if result.ring is not None and there is not None:
-            rings[there] = result.ring
         if result.state is not None and there is not None:
-            if begins:
-                states[there] = result.state
+            if "in" in pieces:
+                self.engine.states[device][there] = result.state
             else:
                 self.begun[device] = result.state
         if result.chosen is not None and here is not None:
@@ -243,6 +337,7 @@ class StagedStep:
         take turns, who has nothing there yet leaving out his: so none of their links rests until
         another's groups have come."""
         streams = self.engine.streams
+        left = {d: self._left(d, index) for d in devices}
         visits = {d: streams[d].visit(index) for d in devices}
         while visits:
             turn = [d for d in visits if len(visits) == 1 or not streams[d].waits()]
@@ -252,11 +347,18 @@ class StagedStep:
                 group = next(visits[device], None)
                 if group is None:
                     del visits[device]
-                elif streams[device].last and self.queries[device].folds_last:
-                    self.last[device] = group, visits.pop(device)
+                elif streams[device].outstanding < left[device]:
+                    self._leave(device, group)
+                    if not streams[device].outstanding:
+                        self.visits.setdefault(device, []).append(visits.pop(device))
                 else:
                     self._fold(device, index, *group)
                 del group
+
+    def _leave(self, device: int, group: Arrived) -> None:
+        """Leave a group to the stage that ends the layer."""
+        self.arrived.setdefault(device, []).append(group)
+        self.passed[device] = self.passed.get(device, 0) + sum(a.nbytes for a in group[0])
 
     def _fold(self, device: int, index: int, pages: tuple[Array, ...], table: Array) -> None:
         self.engine.at_work = device

@@ -30,6 +30,7 @@ from jaxllm.cache.flash import (
     no_parts,
     with_parts,
 )
+from jaxllm.cache.stream import Arrived
 from jaxllm.engine.local import (
     State,
     Step,
@@ -60,6 +61,10 @@ class Layer:
     states: int
     kernels: bool  # whether the device has those of attention
 
+    def flashes(self, tokens: int, dtype: Any, page: int) -> bool:
+        """Whether a kernel folds pages into so many queries of a row."""
+        return self.kernels and flashes_pages(self.cfg, tokens, dtype, page)
+
 
 layer_of = cache(Layer)
 
@@ -72,13 +77,6 @@ class Queries(NamedTuple):
     carry: Carry
     parts: Parts | None
 
-    @property
-    def folds_last(self) -> bool:
-        """Whether the stage that ends the layer folds the last group: for one token of each row a
-        program more takes the host as long as a copy. In a loop it could round otherwise than
-        alone; a kernel does not."""
-        return self.parts is not None and self.q.shape[3] == 1
-
 
 class StageIn(NamedTuple):
     """Arguments of a stage; what its pieces do not read is None."""
@@ -90,7 +88,7 @@ class StageIn(NamedTuple):
     heads: Heads | None = None  # of the layer that begins, where its norms waited for a sum
     held: tuple[Array, ...] | None = None  # of a mixer that waited for one
     queries: Queries | None = None
-    pages: tuple[tuple[Array, ...], Array] | None = None  # the last group, and its table
+    pages: tuple[Arrived, ...] = ()  # its last groups, if it folds them
     tail: Ring | None = None  # of the layer that ends
     mixed: Array | None = None  # partial of its recurrent mixer
     begun_mlp: Any = None  # of the layer that ends, where its MLP waited for a sum
@@ -100,41 +98,71 @@ class StageIn(NamedTuple):
 class StageOut(NamedTuple):
     """Results of a stage; what its pieces do not make is None."""
 
-    x: Array | None  # residual, where it changed
-    partial: Array | None
-    heads: Heads | None
-    held: tuple[Array, ...] | None  # of a mixer that waits for a sum
-    queries: Queries | None
-    ring: Ring | None  # of the layer that begins
-    mixed: Array | None  # partial of its recurrent mixer, for the stage in which it ends
-    state: State | None  # of the layer that begins
-    begun_mlp: Any  # of a layer whose MLP waits for a sum
-    earlier: State | None  # the same after fewer tokens
-    chosen: Array | None  # what the layer that ends has, where others follow it
-    folded: Array | None  # by whose arrival the stream knows that the last group was folded
+    x: Array | None = None  # residual, where it changed
+    partial: Array | None = None
+    heads: Heads | None = None
+    held: tuple[Array, ...] | None = None  # of a mixer that waits for a sum
+    queries: Queries | None = None
+    ring: Ring | None = None  # of the layer that begins
+    mixed: Array | None = None  # partial of its recurrent mixer, for the stage in which it ends
+    state: State | None = None  # of the layer that begins
+    begun_mlp: Any = None  # of a layer whose MLP waits for a sum
+    earlier: State | None = None  # the same after fewer tokens
+    chosen: Array | None = None  # what the layer that ends has, where others follow it
+    folded: Array | None = None  # by whose arrival the stream knows that groups were folded
+
+
+class Work(NamedTuple):
+    """What a stage does: its pieces in order, the layer that ends and the layer that begins."""
+
+    pieces: tuple[str, ...]
+    here: Layer | None
+    there: Layer | None
 
 
 @partial(
     jax.jit,
-    static_argnames=("pieces", "here", "there", "page", "keep"),
-    donate_argnames=("ring", "state"),
+    static_argnames=("works", "page", "keep"),
+    donate_argnames=("rings", "states"),
     compiler_options=DEVICE_LOOPS,
 )
-def stage(
+def run_stages(
+    given: tuple[StageIn, ...],
+    rings: tuple[Ring | None, ...],
+    states: tuple[State | None, ...],
+    packed: Array,
+    *,
+    works: tuple[Work, ...],
+    page: int,
+    keep: bool,
+) -> tuple[StageOut, ...]:
+    """Run stages that follow each other on one device; rings and states are those of the layers
+    that begin. The first is given all that it reads, others have residual, queries and tail from
+    the one before, and of results only the last has all. With `keep` also states after fewer tokens
+    (`run_recurrent`)."""
+    step = unpack_step(packed)
+    found: list[StageOut] = []
+    for own, ring, state, work in zip(given, rings, states, works, strict=True):
+        if found:
+            before = found.pop()
+            found.append(StageOut(ring=before.ring, folded=before.folded))
+            # Stages round as they do alone: nothing is computed across the line between two.
+            x, queries = jax.lax.optimization_barrier((before.x, before.queries))
+            own = own._replace(x=x, queries=queries, tail=before.ring)
+        found.append(_stage(own, ring, state, step, work, page, keep))
+    return tuple(found)
+
+
+def _stage(
     given: StageIn,
     ring: Ring | None,
     state: State | None,
-    packed: Array,
-    *,
-    pieces: tuple[str, ...],
-    here: Layer | None,
-    there: Layer | None,
+    step: Step,
+    work: Work,
     page: int,
     keep: bool,
 ) -> StageOut:
-    """Run pieces in order; `ring` and `state` are those of the layer that begins. With `keep` also
-    its states after fewer tokens (`run_recurrent`)."""
-    step = unpack_step(packed)
+    pieces, here, there = work
     old: Any = None if here is None else here.block.bind(given.here)
     new: Any = None if there is None else there.block.bind(given.there)
     x, total, begun, changed = given.x, None, None, False
@@ -171,8 +199,9 @@ def stage(
                 heads = new.project(x)
                 total = new.head_squares(heads)
             q, carry, ring = begin_attention(new, there.cfg, heads, total, ring, step, chosen)
-            flash = there.kernels and flashes_pages(there.cfg, x.shape[1], x.dtype, page)
-            parts = no_parts(there.cfg, q, page) if flash else None
+            parts = (
+                no_parts(there.cfg, q, page) if there.flashes(x.shape[1], x.dtype, page) else None
+            )
             begun, heads, total = Queries(q, carry, parts), None, None
         elif piece == "out":
             assert here is not None and x is not None
@@ -181,9 +210,9 @@ def stage(
                 continue
             assert given.queries is not None and given.tail is not None
             q, carry, parts = given.queries
-            if given.pages is not None:
+            for pages, table in given.pages:
                 assert parts is not None
-                parts, folded = _fold_parts(here.cfg, parts, q, *given.pages, step)
+                parts, folded = _fold_parts(here.cfg, parts, q, pages, table, step)
             carry = carry if parts is None else with_parts(carry, parts, q)
             tail, places = given.tail, (step.row, step.seen_from(here.cfg))
             floor = step.floor_of(here.cfg)
@@ -211,18 +240,18 @@ def stage(
         elif piece == "join":
             x, total, changed = old.join_mlp(x, total), None, True
     return StageOut(
-        x if changed else None,
-        total,
-        heads,
-        held,
-        begun,
-        ring,
-        mixed,
-        state,
-        begun_mlp,
-        earlier,
-        made,
-        folded,
+        x=x if changed else None,
+        partial=total,
+        heads=heads,
+        held=held,
+        queries=begun,
+        ring=ring,
+        mixed=mixed,
+        state=state,
+        begun_mlp=begun_mlp,
+        earlier=earlier,
+        chosen=made,
+        folded=folded,
     )
 
 

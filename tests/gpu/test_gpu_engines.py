@@ -13,6 +13,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.bench.shapes import model_config
 from jaxllm.cache.flash import has_kernel
 from jaxllm.models.config import ModelConfig
+from support import compilations
 
 pytestmark = pytest.mark.skipif(
     not has_kernel(jax.devices()[0]), reason="no GPU that the attention kernel is for"
@@ -34,11 +35,14 @@ def _llm(**arguments: Any) -> LLM:
     return LLM.from_config(_config(), **(settings | arguments))
 
 
-def _run(llm: LLM) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-    """Logits of a prompt, and greedy tokens after prompts of several lengths."""
-    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+def _run(llm: LLM) -> tuple[np.ndarray, list[tuple[int, ...]], list[Any]]:
+    """Logits of a prompt; greedy tokens after prompts of several lengths, and what follows one of
+    them alone, with their logprobs."""
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=2)
     found = llm.generate([IDS, IDS[:300], IDS[:90]], params)
-    return llm.logits(IDS), [completion.token_ids for completion in found]
+    found += llm.generate([IDS[:600]], params)
+    logprobs = [completion.logprobs for completion in found]
+    return llm.logits(IDS), [completion.token_ids for completion in found], logprobs
 
 
 def _nmse(found: np.ndarray, want: np.ndarray) -> float:
@@ -84,17 +88,32 @@ def test_float32_is_exact(exact: np.ndarray) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "q8_0"])
 def test_where_pages_live_changes_no_bit(exact: np.ndarray, kind: str) -> None:
     types = {"cache_type_k": kind, "cache_type_v": kind, "parallel": 3}
-    host = _run(_llm(kv="host", **types))
     others = [
         {"kv": "device", "engine": "staged"},
         {"kv": "host", "kv_gpu_layers": 2},
         {"kv": "host", "prefetch": 0, "kv_pinned": False},
+        {"kv": "host", "prefetch": 2},
+        {"kv": "host", "prefetch": 16},
     ]
-    for other in others:
-        logits, tokens = _run(_llm(**types, **other))
-        assert logits.tobytes() == host[0].tobytes(), other
-        assert tokens == host[1], other
-    assert _nmse(host[0], exact) < BF16
+    for tail in (1, 4):
+        types["tail_pages"] = tail
+        host = _run(_llm(kv="host", **types))
+        for other in others:
+            found = _run(_llm(**types, **other))
+            assert found[0].tobytes() == host[0].tobytes(), (tail, other)
+            assert found[1:] == host[1:], (tail, other)
+        assert _nmse(host[0], exact) < BF16
+
+
+@pytest.mark.parametrize("tail", [1, 4])
+def test_nothing_is_compiled_after_warming_up(tail: int) -> None:
+    llm = _llm(kv="host", tail_pages=tail)
+    llm.warmup()
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    with compilations() as found:
+        llm.generate([IDS], params)
+        llm.generate([IDS[:150]], params)
+    assert len(found) == 0
 
 
 def test_neighbours_change_no_token() -> None:

@@ -109,8 +109,11 @@ class Model:
             seen: dict[int, list[int]] = {}
             arrived: list[int] = []
             for pages, table in self.stream.visit(layer):
-                ahead, busy = self.stream._ahead, self.stream._busy
-                assert len(ahead) + len(busy) <= max(1, self.prefetch)
+                alive = [group.nbytes for group, _ in self.stream._ahead] + self.stream._passed
+                alive += itertools.chain(*(sizes for _, sizes in self.stream._busy))
+                largest = sum(p.nbytes // len(p) for p in pages) * self.group
+                assert sum(alive) <= max(1, self.prefetch) * largest
+                assert len(alive) <= self.stream.most
                 table, size = np.asarray(table).tolist(), len(pages[0])
                 assert size in group_sizes(self.group)
                 assert all(p.devices() == {self.store.device} for p in pages)
@@ -301,7 +304,7 @@ def test_copies_are_issued_before_the_step_that_they_would_wait_for(prefetch: in
     model.stream.begin(0, 1, again=False)
     for i, _ in enumerate(model.stream.visit(0)):
         assert len(model.stream._ahead) >= min(prefetch // 2, 8 - i)
-        assert len(model.stream._ahead) + len(model.stream._busy) < prefetch
+        assert len(model.stream._ahead) + len(model.stream._busy) < prefetch  # and this one
         later: Any = _Later()
         model.stream.done(later)
 
