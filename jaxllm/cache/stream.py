@@ -90,9 +90,8 @@ class PageStream:
 
     @property
     def may_wait(self) -> int:
-        """Bytes of groups that may be passed on before the step on the first of them is begun: one
-        group of the largest size, if the copies behind have room beside it."""
-        return self._largest if self.prefetch - self.behind > 1 else 0
+        """Bytes of groups that may be passed on before the step on the first of them is begun."""
+        return self.prefetch * self._largest // 2 if self.prefetch > 1 else 0
 
     def visit(self, layer: int) -> Iterator[Arrived]:
         """The groups that a layer reads, with pages of the step's rows.
@@ -151,8 +150,11 @@ class PageStream:
                 self._busy.popleft()[0].block_until_ready()
 
     def _short(self) -> bool:
-        """Whether a copy that the next group waits for has not been issued."""
-        return self._issued < self._limit() and len(self._ahead) <= self.behind
+        """Whether a copy that the next group waits for has not been issued. Those behind it are not
+        waited for if there will be room for them only when the groups passed on are folded."""
+        if self._issued == self._limit() or len(self._ahead) > self.behind:
+            return False
+        return not self._ahead or bool(self._busy) or bool(self._next())
 
     def _limit(self) -> int:
         """Copies that may be issued: this step's, and the next one's if the same rows come."""

@@ -68,7 +68,7 @@ class StagedEngine(Engine):
         kernels: bool = False,
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
-        self.kernels = kernels
+        self.kernels, self.together = kernels, True  # whether stages may run together
         self.layers = [
             [
                 layer_of(*each, kernels)
@@ -277,7 +277,8 @@ class StagedEngine(Engine):
         if chunk == 1 and self.kernels:
             for counts in folded_groups(options):
                 self._hold_pages(counts, everywhere=True)
-                yield 0
+                for self.together in (False, True):
+                    yield 0
         self.release(0)
 
     @frees_on_failure

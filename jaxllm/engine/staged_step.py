@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, zip_longest
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jaxllm.engine.stages import (
     embed,
     run_stages,
 )
-from jaxllm.models.layers import Array, Heads
+from jaxllm.models.layers import Array, Device, Heads
 from jaxllm.models.parts import Follower
 from sharding import PlanOptions, exchange
 from sharding.splits import holders
@@ -38,16 +39,24 @@ FOLDED = 3  # groups that a stage folds: so many of one size precede one of the 
 
 
 def folded_groups(options: PlanOptions) -> Iterator[tuple[int, ...]]:
-    """Pages of a layer as they leave a tail, for each way in which a stage folds some of their
-    groups: those of one size, without others and with a larger one before."""
-    sizes = group_sizes(options.group_pages)
-    for size, larger in zip_longest(sizes, sizes[1:]):
-        if size >= min(options.tail_pages, options.group_pages):
-            most, before = (FOLDED, larger // size) if larger else (1, 1)
-            for n in range(1, most + 1):
-                for count in (n, before + n):
-                    if count * size * options.page < options.ctx:
-                        yield (size,) * count
+    """The pages of groups that there are programs of stages for: none, and one of each size that
+    pages leave a tail as, or that such groups are joined to."""
+    yield ()
+    least = min(options.tail_pages, options.group_pages)
+    for size in group_sizes(options.group_pages):
+        if size >= least and size * options.page < options.ctx:
+            yield (size,)
+
+
+def _most_folded(size: int, options: PlanOptions) -> int:
+    """How many groups of so many pages a stage folds: one of the largest."""
+    return 1 if size == options.group_pages else FOLDED
+
+
+@cache
+def _no_rows(size: int, device: Device) -> Array:
+    """A table of a group (`page_table`) that no row has."""
+    return jax.device_put(np.zeros(size, np.int32), SingleDeviceSharding(device))
 
 
 class _Waiting(NamedTuple):
@@ -88,7 +97,6 @@ class StagedStep:
         self.queries: dict[int, Queries] = {}
         self.waiting: dict[int, list[_Waiting]] = {}  # stages that run together, in order
         self.arrived: dict[int, list[Arrived]] = {}  # groups that the next of them folds
-        self.passed: dict[int, int] = {}  # bytes of those that all of them fold
         self.visits: dict[int, list[Iterator[Arrived]]] = {}  # from which they come
         self.mixed: dict[int, Array] = {}  # partials of recurrent mixers that wait for attention
         self.begun_mlps: dict[int, Any] = {}  # of a layer whose MLP waits for a sum
@@ -219,7 +227,7 @@ class StagedStep:
             heads=self.heads.pop(device, None) if begins else None,
             held=self.held.pop(device, None) if begins else None,
             queries=self.queries.pop(device, None) if out else None,
-            pages=tuple(self.arrived.pop(device, ())) if out else (),
+            pages=self._pages(device) if out else (),
             tail=None if here is None or waiting or not out else rings.get(engine.owners[here]),
             mixed=self.mixed.pop(device, None) if out else None,
             begun_mlp=self.begun_mlps.pop(device, None),
@@ -242,12 +250,15 @@ class StagedStep:
         else there were too many ways to run stages together to rehearse them."""
         engine, layer = self.engine, self.engine.layers[device][there]
         alone = engine.plan.layers[there].devices == (device,) and engine.owners[there] == there
-        if not alone or layer.states or not self._folds(layer):
+        waiting, stream = self.waiting[device], engine.streams[device]
+        first = waiting[-1].here is None or len(waiting) == TOGETHER
+        if first or not alone or layer.states or not self._folds(layer):
             return False
-        groups = engine.streams[device].coming(there)
-        if len(self.waiting[device]) == TOGETHER or self._left(device, there) != len(groups):
-            return False
-        return engine.streams[device].alike
+        groups = stream.coming(there)
+        room = sum(group.nbytes for group in groups) * TOGETHER <= stream.may_wait
+        return (
+            engine.together and stream.alike and room and self._left(device, there) == len(groups)
+        )
 
     def _folds(self, layer: Layer) -> bool:
         """Whether the stage that ends a layer may fold groups: a kernel rounds as it does alone,
@@ -257,20 +268,28 @@ class StagedStep:
     def _left(self, device: int, index: int) -> int:
         """How many groups, the last that a layer reads, are left to the stage that ends it: some of
         one size that `rehearse` has programs for, which have room beside those that wait."""
-        engine, passed = self.engine, self.passed.get(device, 0)
+        engine, stream = self.engine, self.engine.streams[device]
         if not self._folds(engine.layers[device][index]):
             return 0
-        stream = engine.streams[device]
-        coming, left, room = stream.coming(index), 0, stream.may_wait - passed
+        coming, left, room = stream.coming(index), 0, stream.may_wait
         last = len(coming[-1].firsts) if coming else 0
-        most = 1 if last == engine.plan.options.group_pages else FOLDED
-        for group in reversed(coming[-most:]):
+        for group in reversed(coming[-_most_folded(last, engine.plan.options) :]):
             room -= group.nbytes
-            fits = room >= 0 or passed == left == 0
+            fits = room >= 0 or left == 0
             if len(group.firsts) != last or last < engine.least_folded or not fits:
                 break
             left += 1
         return left
+
+    def _pages(self, device: int) -> tuple[Arrived, ...]:
+        """The groups that were left to a stage; in the place of those that it could fold besides,
+        the last once more with a table of no rows: so one program does for any number of them."""
+        found = self.arrived.pop(device, [])
+        if found:
+            pages, table = found[-1]
+            missing = _most_folded(len(pages[0]), self.engine.plan.options) - len(found)
+            found += [(pages, _no_rows(table.size, self.engine.devices[device]))] * missing
+        return tuple(found)
 
     def _start(self, device: int) -> None:
         """Run the stages that wait on a device, as one program."""
@@ -282,7 +301,6 @@ class StagedStep:
         del given  # by now nothing may keep the groups
         for folded in [each.folded for each in results if each.folded is not None][-1:]:
             engine.streams[device].done(folded)
-        self.passed.pop(device, None)
         for visit in self.visits.pop(device, ()):
             assert next(visit, None) is None
         for each, begun in zip(results, there, strict=True):
@@ -348,17 +366,12 @@ class StagedStep:
                 if group is None:
                     del visits[device]
                 elif streams[device].outstanding < left[device]:
-                    self._leave(device, group)
+                    self.arrived.setdefault(device, []).append(group)
                     if not streams[device].outstanding:
                         self.visits.setdefault(device, []).append(visits.pop(device))
                 else:
                     self._fold(device, index, *group)
                 del group
-
-    def _leave(self, device: int, group: Arrived) -> None:
-        """Leave a group to the stage that ends the layer."""
-        self.arrived.setdefault(device, []).append(group)
-        self.passed[device] = self.passed.get(device, 0) + sum(a.nbytes for a in group[0])
 
     def _fold(self, device: int, index: int, pages: tuple[Array, ...], table: Array) -> None:
         self.engine.at_work = device

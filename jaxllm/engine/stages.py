@@ -149,15 +149,17 @@ def run_stages(
             # Stages round as they do alone: nothing is computed across the line between two.
             x, queries = jax.lax.optimization_barrier((before.x, before.queries))
             own = own._replace(x=x, queries=queries, tail=before.ring)
-        found.append(_stage(own, ring, state, step, work, page, keep))
+        found.append(_stage(own, ring, state, step, work=work, page=page, keep=keep))
     return tuple(found)
 
 
+@partial(jax.jit, static_argnames=("work", "page", "keep"))  # traced once for layers alike
 def _stage(
     given: StageIn,
     ring: Ring | None,
     state: State | None,
     step: Step,
+    *,
     work: Work,
     page: int,
     keep: bool,
@@ -212,7 +214,7 @@ def _stage(
             q, carry, parts = given.queries
             for pages, table in given.pages:
                 assert parts is not None
-                parts, folded = _fold_parts(here.cfg, parts, q, pages, table, step)
+                parts, folded = _fold_parts(parts, q, pages, table, step, here=here)
             carry = carry if parts is None else with_parts(carry, parts, q)
             tail, places = given.tail, (step.row, step.seen_from(here.cfg))
             floor = step.floor_of(here.cfg)
@@ -271,17 +273,19 @@ def attend(
     stream knows that the step ended."""
     step = unpack_step(packed)
     if isinstance(seen, Parts):
-        return _fold_parts(here.cfg, seen, q, pages, table, step)
+        return _fold_parts(seen, q, pages, table, step, here=here)
     seen = attend_pages(here.cfg, seen, q, pages, table, step.row, step.seen_from(here.cfg))
     result = seen.m if seen.kept is None else seen.kept.small
     return seen, result[:1, :1, :1, :1]
 
 
+@partial(jax.jit, static_argnames=("here",))
 def _fold_parts(
-    cfg: LayerConfig, parts: Parts, q: Array, pages: tuple[Array, ...], table: Array, step: Step
+    parts: Parts, q: Array, pages: tuple[Array, ...], table: Array, step: Step, *, here: Layer
 ) -> tuple[Parts, Array]:
     """`attend` by a kernel."""
-    parts = attend_pages_flash(cfg, parts, q, pages, table, step.row, step.seen_from(cfg))
+    places = table, step.row, step.seen_from(here.cfg)
+    parts = attend_pages_flash(here.cfg, parts, q, pages, *places)
     return parts, parts.m[:1, :1, :1, :1]
 
 

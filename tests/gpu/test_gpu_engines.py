@@ -12,6 +12,8 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.shapes import model_config
 from jaxllm.cache.flash import has_kernel
+from jaxllm.engine import staged_step
+from jaxllm.engine.staged_step import TOGETHER
 from jaxllm.models.config import ModelConfig
 from support import compilations
 
@@ -85,24 +87,42 @@ def test_float32_is_exact(exact: np.ndarray) -> None:
     assert _nmse(_llm(dtype="float32").logits(IDS), exact) < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
-def test_where_pages_live_changes_no_bit(exact: np.ndarray, kind: str) -> None:
-    types = {"cache_type_k": kind, "cache_type_v": kind, "parallel": 3}
-    others = [
+PLACES: dict[int, list[dict[str, Any]]] = {  # by pages that leave a tail together
+    1: [
         {"kv": "device", "engine": "staged"},
         {"kv": "host", "kv_gpu_layers": 2},
         {"kv": "host", "prefetch": 0, "kv_pinned": False},
-        {"kv": "host", "prefetch": 2},
-        {"kv": "host", "prefetch": 16},
-    ]
-    for tail in (1, 4):
-        types["tail_pages"] = tail
-        host = _run(_llm(kv="host", **types))
-        for other in others:
-            found = _run(_llm(**types, **other))
-            assert found[0].tobytes() == host[0].tobytes(), (tail, other)
-            assert found[1:] == host[1:], (tail, other)
-        assert _nmse(host[0], exact) < BF16
+    ],
+    4: [{"kv": "device", "engine": "staged"}, {"kv": "host", "prefetch": 2}],
+}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+@pytest.mark.parametrize("tail", PLACES)
+def test_where_pages_live_changes_no_bit(exact: np.ndarray, kind: str, tail: int) -> None:
+    types = {"cache_type_k": kind, "cache_type_v": kind, "parallel": 3, "tail_pages": tail}
+    host = _run(_llm(kv="host", prefetch=16, **types))
+    for other in PLACES[tail]:
+        found = _run(_llm(**types, **other))
+        assert found[0].tobytes() == host[0].tobytes(), other
+        assert found[1:] == host[1:], other
+    assert _nmse(host[0], exact) < BF16
+
+
+def test_stages_that_run_together_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without windows all layers have groups alike."""
+    cfg = model_config("small")
+    cfg = replace(cfg, layers=(cfg.layers[0],) * 7)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2)
+    settings: dict[str, Any] = {"page": 128, "ubatch": 256, "group_pages": 4, "tail_pages": 1}
+    found = []
+    for most in (1, TOGETHER):
+        monkeypatch.setattr(staged_step, "TOGETHER", most)
+        for prefetch in (4, 16):
+            llm = LLM.from_config(cfg, kv="host", ctx=1024, prefetch=prefetch, **settings)
+            made = [llm.generate([IDS[:n]], params)[0] for n in (100, 200, 500)]
+            found.append([(c.token_ids, c.logprobs) for c in made])
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("tail", [1, 4])
