@@ -25,9 +25,10 @@ class Box(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Some cuts: groups and blocks, [N, R]; whether all cache stays, [N]; seconds of computing,
-    of links and of the host thread, [2, N] and [2, N, R], and of the request, [N], infinite where a
-    cut does not fit; and that of which boxes have bounds, [N, axes]."""
+    """Some cuts: groups of every total, [U, N, R], and blocks, [N, R]; whether all cache stays,
+    [N]; seconds of computing, of links and of the host thread, [2, N] and [2, N, R], and of the
+    request, [N], infinite where a cut does not fit or leaves a device or blocks out; and that of
+    which boxes have bounds, [N, axes]."""
 
     groups: np.ndarray
     blocks: np.ndarray
@@ -72,7 +73,7 @@ class Boxes:
                 low[at.mixers[s]], low[at.mlps[s]] = mixers, mlps[1:]
             for axis, levels in at.levels.items():
                 high[axis] = levels[-1] * SLACK
-            high[at.groups] = self._t.mixers.last_threshold
+            low[at.groups], high[at.groups] = self._t.mixers.first, self._t.mixers.last
             high[at.blocks] = self._t.mlps.last_threshold
             takes = self._options.takes.all(1)  # all options of any device
             low[at.sets], high[at.sets] = np.where(takes, self._n, 1), self._n
@@ -88,6 +89,8 @@ class Boxes:
             few[:, a] = np.maximum(few[:, a], self._n - many[:, b])
         for a, b in self._inside:
             few[:, b] = np.maximum(few[:, b], few[:, a])
+        cells = self._t.mixers.tightened(low[:, at.groups].T, high[:, at.groups].T)
+        low[:, at.groups], high[:, at.groups] = (each.T for each in cells)
         wires, set_wires, sets = self.wires(low, high)
         for (a, b), (levels, others) in at.implied.items():
             own = np.minimum(np.searchsorted(levels, low[:, a] / SLACK), len(levels) - 1)
@@ -133,7 +136,8 @@ class Boxes:
         which is worth most of the request, or by how units are rounded where that makes a larger
         gap between what was found and the cut; none where nothing is left to cut the box by."""
         gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
-        parts, cut = taken.parts[i], cuts.parts[i]
+        parts, edges = taken.parts[i], cuts.parts[i].copy()
+        edges[self.axes.groups] = parts[self.axes.groups]
         late = taken.starts[:, i] > np.maximum(taken.compute[:, i], taken.links[:, i].max(1))
         low, high, none = box
         at = self.axes
@@ -145,7 +149,7 @@ class Boxes:
                 return _halves(box, axis, high[axis])
         axis = int(worth.argmax())
         if worth[axis] <= max(gap, 0.0):
-            rounded = self._rounded(box, cut, off)
+            rounded = self._rounded(box, edges, off)
             if rounded or worth[axis] <= 0:
                 return rounded
         found = []
@@ -182,9 +186,9 @@ class Boxes:
         least, place, cut = (self._count @ np.array(each) for each in seconds)
         return place - least, cut - place
 
-    def _rounded(self, box: Box, parts: Floats, off: np.ndarray) -> list[Box]:
-        """The box in two, at the threshold by which most units of a cut are rounded otherwise, or
-        in the middle of its bounds; none where there is one threshold."""
+    def _rounded(self, box: Box, edges: Floats, off: np.ndarray) -> list[Box]:
+        """The box in two, at the cell or threshold by which most units of a cut are rounded
+        otherwise, or in the middle of its bounds; none where there is one of each."""
         at, (low, high, _) = self.axes, box
         axes = [*range(at.size)[at.groups], *range(at.size)[at.blocks]]
         wide = [(n, high[axis] - low[axis], axis) for n, axis in zip(off, axes, strict=True)]
@@ -192,7 +196,7 @@ class Boxes:
         if not wide:
             return []
         axis = max(wide)[2]
-        edge = parts[axis]
+        edge = edges[axis]
         if not low[axis] < edge <= high[axis]:
             edge = low[axis] + 1 if edge == low[axis] else (low[axis] + high[axis] + 1) // 2
         return _halves(box, axis, edge)
@@ -213,14 +217,14 @@ class Boxes:
 
 class Axes:
     """Which of a box's bounds are of what: of each kind of step a slice of terms of mixers and of
-    MLPs but the heaviest, slices of thresholds of groups and of blocks, of how many devices sets
-    have and of where these are, and where all are."""
+    MLPs but the heaviest, slices of cells of groups and of thresholds of blocks, of how many
+    devices sets have and of where these are, and where all are."""
 
     def __init__(self, parts: TensorParts):
         t, self.size = parts.tables, 1
         self.mixers = [self._next(len(terms.mixers)) for terms in parts.terms]
         self.mlps = [self._next(len(terms.mlps) - 1) for terms in parts.terms]
-        self.groups = self._next(len(t.mixers.totals) - 1)
+        self.groups = self._next(len(t.mixers.pairs))
         self.blocks = self._next(len(t.mlps.totals) - 1)
         self.sets = self._next(len(t.sets))
         self.places = self._next(len(t.sets))
@@ -243,7 +247,7 @@ class Axes:
         self.partial = [
             (self.sets.start + c, t.mlps.totals[u], self.blocks.start + u - 1)
             for c, each in enumerate(t.sets)
-            if 0 in each.mixers
+            if t.mixers.leading <= each.mixers
             for u in each.mlps
         ]
 

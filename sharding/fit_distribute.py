@@ -17,19 +17,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sharding.fit_joint import Groups
+from sharding.fit_options import Options
 from sharding.fit_tables import Floats
 from sharding.fit_terms import Effort
-from sharding.fit_units import Options
 
 TRIES = 4  # prices, before one more set is counted
 TINY = 1e-6  # of whole numbers of blocks
 
 
 class Distribution:
-    """Groups of all `totals` for `n` devices, by `options`."""
+    """Groups of all totals of `mixers` for `n` devices, by `options`."""
 
-    def __init__(self, options: Options, totals: Sequence[int], n: int, effort: Effort):
-        self._options, self._totals, self._n, self._effort = options, totals, n, effort
+    def __init__(self, options: Options, mixers: Groups, n: int, effort: Effort):
+        self._options, self._n, self._effort = options, n, effort
+        self._groups = options.groups[mixers.free]
+        self._totals = [mixers.totals[u] for u in mixers.free]
         self._sums: dict[tuple[int, ...], Sums] = {}
 
     def best(
@@ -69,7 +72,7 @@ class Distribution:
         most = (*map(int, need.max(0)), *self._totals)
         key = (*map(int, counted), -1, *most)
         if key not in self._sums:
-            adds = np.concatenate((~self._options.takes[counted], self._options.groups))
+            adds = np.concatenate((~self._options.takes[counted], self._groups))
             self._sums[key] = Sums(adds.T.astype(int), self._n, most, len(counted))
         return self._sums[key]
 

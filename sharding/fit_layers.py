@@ -55,7 +55,7 @@ class _Spans:
 
     def _memory(self) -> None:
         t = self._tables
-        outside = (t.vocab + t.outside) * self._last
+        outside = t.rotary + (t.vocab + t.outside) * self._last
         attention, states, mlp, beside = (t.compute[name] for name in FOLLOWED)
         mlp = mlp + beside + t.fixed + 2 * t.handed_on
         widest = np.maximum(self._most(np.maximum(attention + states, mlp)), t.logits * self._last)

@@ -11,9 +11,10 @@ from copy import copy
 import numpy as np
 
 from sharding.fit_cache import Cache
+from sharding.fit_options import Options
 from sharding.fit_probe import FOLLOWED
 from sharding.fit_tables import Floats, Tables
-from sharding.fit_units import Ints, Options
+from sharding.fit_units import Ints
 
 MOST_SECONDS = 1e6  # of a step; a link may take any
 MIXERS, MLPS = FOLLOWED[:2], FOLLOWED[2:]
@@ -32,7 +33,7 @@ class TensorMemory:
         self._block += t.vocab * self._first  # bytes a group and a block of each total
         whole = weights["whole"]  # on every device of a layer
         self._sets = np.array([whole[t.set_of == i].sum() for i in range(len(t.sets))])
-        self._everywhere = whole[t.set_of < 0].sum() + t.outside
+        self._everywhere = whole[t.set_of < 0].sum() + t.rotary
         self._widest = self._lines()
         self._left = self._room(options.groups[:, None], options.takes[:, None], t.cap[:, None])
         self._beside = [np.tensordot(a, options.groups, 1) + c for a, _, c in self._widest]
@@ -72,7 +73,9 @@ class TensorMemory:
             (room - beside, (self._block + each)[:, None, None, None])
             for beside, (_, each, _) in zip(self._beside, self._widest, strict=True)
         ]
-        return self._t.mlps.most(lines, offsets[..., None])
+        none = np.minimum.reduce([left for left, _ in lines]) >= 0
+        lines = [(left - self._t.outside, each) for left, each in lines]  # goes with rows
+        return np.maximum(self._t.mlps.most(lines, offsets[..., None]), none - 1.0)
 
     def sent(
         self, groups: Ints, blocks: Ints, takes: np.ndarray
@@ -84,6 +87,7 @@ class TensorMemory:
         ]
         left = self._room(groups, takes, self._t.cap) - self._residuals
         room = left - np.tensordot(self._block, blocks, 1) - np.max(lines, axis=0)
+        room -= self._t.outside * (blocks[0] > 0)
         cache = self._pages(groups)
         staged = room - self._t.copies * cache.group
         resident = room >= cache.bytes - 1e-6

@@ -39,9 +39,10 @@ class Probe:
         layers = len(model.layers)
         self.weights = np.zeros(layers)
         # Bytes and values of a layer by what its tensors follow, [2, L], those of experts apart,
-        # and of vectors outside the layers.
+        # and of vectors outside the layers. Bytes there: of vocabulary tables, of what goes with
+        # their rows, and of rotary frequencies, which go with attention.
         self.parts = {name: np.zeros((2, layers)) for name in (*FOLLOWED, "expert", "whole")}
-        self.vocab, self.outside, self.vectors = 0.0, 0.0, np.zeros(2)
+        self.vocab, self.outside, self.rotary, self.vectors = 0.0, 0.0, 0.0, np.zeros(2)
         # The largest matrix that a step unpacks, of the same kinds.
         self.unpacked = {name: np.zeros(layers) for name in (*FOLLOWED, "whole")}
         self.unpacked_vocab = 0.0
@@ -67,7 +68,9 @@ class Probe:
         both = np.array((size, values_of(tensor, self._counted)[1]))
         if tensor.layer is None:
             if split is None:
-                self.outside += size
+                rotary = "rope" in tensor.axes
+                self.rotary += size * rotary
+                self.outside += size * (not rotary)
                 self.vectors += both * (len(tensor.shape) == 1)
             else:
                 self.vocab += size

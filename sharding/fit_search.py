@@ -9,6 +9,7 @@ from typing import Any
 
 from sharding.cost import CostModel
 from sharding.errors import DoesNotFit, FitError, PlanError
+from sharding.fit_joint import shares_of
 from sharding.fit_kinds import LAYERS, Kind, KindCuts, Sized, evenly, kinds_of
 from sharding.fit_tables import Cut, Workload
 from sharding.mesh import Mesh
@@ -298,7 +299,7 @@ class Search:
             return
         shares: dict[str, Any] = {"tensor_split": cut.shares}
         if way.kind.mode == "tensor":
-            shares |= {"split_mode": "tensor", "attn_split": cut.groups}
+            shares |= {"split_mode": "tensor", "attn_split": shares_of(cut.groups)}
         elif len(self.mesh) == 1:
             shares = {"split_mode": "none"}
         if cut.resident:

@@ -15,6 +15,7 @@ from sharding import sizes
 from sharding.cost import attention_work, experts_work, groups_of, rates_of
 from sharding.errors import PlanError
 from sharding.fit_cache import Pages
+from sharding.fit_joint import Groups
 from sharding.fit_probe import FOLLOWED, Probe
 from sharding.fit_units import Floats, Grid, LayerSet
 from sharding.mesh import Mesh
@@ -121,14 +122,15 @@ class Cut:
 
     Attributes:
         shares: layers a device, or MLP blocks a device where every layer is cut.
-        groups: KV groups a device where every layer is cut; empty where layers are whole.
+        groups: of each total of mixers, groups a device where every layer is cut; empty where
+            layers are whole.
         resident: whether all of the cache stays on the devices.
         prefill, decode, seconds: of a chunk of the prompt, of a decode step, and of the request.
         limit: what its decode step waits for, in words.
     """
 
     shares: tuple[int, ...]
-    groups: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
     resident: bool
     prefill: float
     decode: float
@@ -148,7 +150,8 @@ class Tables:
         sets: layers on the same devices, but for those that are on all; `set_of` [L] tells which a
             layer is in, -1 for none, and `everywhere` counts the exchanges and layers of those.
         weights, parts: bytes of each layer, and by what they follow.
-        vocab, outside: bytes of vocabulary tables, and of other tensors outside layers.
+        vocab, outside, rotary: bytes of vocabulary tables, of tensors outside layers that go with
+            rows of these, and of those that go with attention.
         ring: cache on the device in any case, recurrent states included, by what it follows.
         pages: of every cache, and of which kind it is, one row a kind, [kinds, L].
         fused: bytes of everything on one device as one program.
@@ -177,7 +180,7 @@ class Tables:
         self.sets = self._folding()
         self.fused = float(probe.fused.needed_bytes(0))
         self.weights, self.parts = probe.weights, probe.parts
-        self.vocab, self.outside = probe.vocab, probe.outside
+        self.vocab, self.outside, self.rotary = probe.vocab, probe.outside, probe.rotary
         self.unpacked, self.unpacked_vocab = probe.unpacked, probe.unpacked_vocab
         self._cache()
         self._compute()
@@ -194,7 +197,7 @@ class Tables:
             [getattr(s, name) // max(32, s.mlp_block) for s in shapes]
             for name in ("mlp", "shared_mlp")
         )
-        self.mixers = Grid(max(heads) or max(states), (*heads, *states), devices)
+        self.mixers = Groups(heads, states, devices)
         blocks = *columns, *beside
         self.mlps = Grid(max(blocks), blocks, devices)
         counts = zip(FOLLOWED, (heads, states, columns, beside), strict=True)
@@ -215,7 +218,7 @@ class Tables:
         self.sets, self.set_of, self.everywhere = [], np.full(len(shapes), -1), (0, 0)
         for key, own in sets.items():
             found = LayerSet(*key, sum(shapes[i].exchanges for i in own), len(own))
-            if found.all_devices:
+            if self.mixers.leading <= found.mixers and 0 in found.mlps:
                 self.everywhere = found.exchanges, found.layers
             else:
                 self.set_of[own] = len(self.sets)
@@ -309,7 +312,7 @@ class Tables:
 
     def cut(
         self,
-        shares: tuple[tuple[int, ...], tuple[int, ...], bool],
+        shares: tuple[tuple[int, ...], tuple[tuple[int, ...], ...], bool],
         compute: Floats,
         links: Floats,
         starts: Floats,

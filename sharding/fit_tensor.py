@@ -1,15 +1,17 @@
 """Cuts of every layer over a number of devices: KV groups and MLP blocks a device.
 
-Exact over whole KV groups and whole blocks of the layers that have most, whatever the layers are. A
-step takes the sum of its terms, which wait for their slowest device each (`sharding.fit_terms`),
-and of exchanges, which depend on the devices of a layer; and at least as long as every link and as
-the host thread. A request takes so many steps of two kinds, chunks of its prompt and decode steps.
+Exact over whole KV groups, as any attention shares round them in layers that differ in these, and
+over whole blocks of the layers that have most. A step takes the sum of its terms, which wait for
+their slowest device each (`sharding.fit_terms`), and of exchanges, which depend on the devices of a
+layer; and at least as long as every link and as the host thread. A request takes so many steps of
+two kinds, chunks of its prompt and decode steps.
 
 Whether any cut keeps a limit of a request's seconds is found by branch and bound. A box has bounds
-of the chunk's seconds; of all terms of both kinds of steps but the heaviest of MLPs; of the
-thresholds by which layers with fewer units are rounded (`sharding.fit_units`); of how many devices
-take part in layers that some may have no part of; and of which host these are in, and all are in,
-if they are in one (`sharding.fit_boxes`). In a box the seconds of both steps are bounded, so for
+of the chunk's seconds; of all terms of both kinds of steps but the heaviest of MLPs; of the cells
+that say which groups one vector of shares gives in unlike layers (`sharding.fit_joint`); of the
+thresholds by which fewer blocks are rounded (`sharding.fit_units`); of how many devices take part
+in layers that some may have no part of; and of which host these are in, and all are in, if they are
+in one (`sharding.fit_boxes`). In a box the seconds of both steps are bounded, so for
 each option of groups that a device may take, the blocks beside them are: by what is left of each
 step and of the request, and by the memory beside the groups' weights, rings and as much of their
 cache as must stay for the link to keep up. `sharding.fit_distribute` finds a cut that keeps these
@@ -58,7 +60,7 @@ class TensorCuts:
         self._memory = parts.memory.over(n)
         self._space = Boxes(parts, n)
         self._count = np.array([stage.count for stage in t.stages])
-        self._groups = Distribution(parts.options, t.mixers.totals, n, parts.effort)
+        self._groups = Distribution(parts.options, t.mixers, n, parts.effort)
         self._leaner = leaner
         self.boxes: list[Box] = self._space.all() if leaner is None else leaner.boxes
         self._none = [0.0, 0.0]  # seconds that no cut keeps, and none whose cache stays
@@ -81,8 +83,8 @@ class TensorCuts:
 
     def _same(self, cut: Cut, limit: float, resident: bool) -> Cut | None:
         """A cut of the leaner tables, if it keeps a limit here, too."""
-        groups, blocks = np.array([cut.groups]), np.array([cut.shares])
-        cuts = self._evaluate(self._t.mixers.counts(groups), self._t.mlps.counts(blocks))
+        groups, blocks = np.array(cut.groups)[:, None], np.array([cut.shares])
+        cuts = self._evaluate(groups, self._t.mlps.counts(blocks))
         return self._keeping(cuts, limit, resident)
 
     def _search(self, limit: float, resident: bool) -> Answer:
@@ -103,10 +105,12 @@ class TensorCuts:
             boxes = [box for box, may in zip(boxes, possible, strict=True) if may]
             if not boxes:
                 continue
-            rounded = self._t.mixers.counts(groups[0]), self._t.mlps.counts(blocks[0])
-            cuts = self._evaluate(*rounded)
-            off = [abs(a - b)[1:].sum(2) for a, b in zip(rounded, (groups, blocks), strict=True)]
-            off = np.concatenate(off)  # units that are rounded otherwise, of each threshold
+            first, last = self._t.mixers.cells_of(groups)
+            apart, rounded = np.maximum(first - last, 0), self._t.mlps.counts(blocks[0])
+            none = (apart[..., None] > 0).any(0)  # no shares give these groups
+            cuts = self._evaluate(np.where(none, self._t.mixers.counts(groups[0]), groups), rounded)
+            # Cells apart, and units that are rounded otherwise, of each threshold.
+            off = np.concatenate((apart, abs(rounded - blocks)[1:].sum(2)))
             taken = self._evaluate(groups, blocks) if off.any() else cuts
             cut = self._keeping(cuts, limit, resident)
             if cut is not None:
@@ -196,25 +200,18 @@ class TensorCuts:
         ends = (grid.offsets(each[:, self._space.axes.blocks]) for each in (low, high))
         least, most = options.bounds(grid, *ends)
         # Others need blocks, too, but for those that have groups.
-        without = np.maximum(self._n - 1 - (options.groups[0, -1] - options.groups[0]), 0)
+        leading = options.groups[list(self._t.mixers.leading)]
+        without = np.maximum(self._n - 1 - (leading[:, -1:] - leading).sum(0), 0)
         return least, np.minimum(most, grid.totals[0] - without)
 
     def _out(self, low: Floats, high: Floats) -> np.ndarray:
-        """Which options a device cannot have, for how groups are rounded, for a set of layers that
-        every device takes part in, or for its host, [N, R, O]."""
-        at, options, grid, x = (
-            self._space.axes,
-            self._options,
-            self._t.mixers,
-            self._space.exchanges,
-        )
-        least, most = (grid.offsets(each[:, at.groups])[1:, ..., None] for each in (low, high))
-        up, rest = options.up[:, None, None], options.rest[:, None, None]
-        out = np.where(
-            up, rest + most < grid.totals[0], (rest + least >= grid.totals[0]) & (rest > 0)
-        )
+        """Which options a device cannot have, for cells of distances, for a set of layers that
+        every device takes part in, or for its host, [N, 1 or R, O]."""
+        at, options, x = self._space.axes, self._options, self._space.exchanges
+        least, most = (each[:, at.groups, None] for each in (low, high))
+        out = ((options.first > most) | (options.last < least)).any(1)
         all_of_them = (low[:, at.sets] == self._n)[..., None] & ~options.takes
-        out = out.any(0) | all_of_them.any(1)[:, None]
+        out = (out | all_of_them.any(1))[:, None]
         if x.several == 1:
             return out
         for place, takes in zip(range(at.size)[at.places], options.takes, strict=True):
@@ -252,8 +249,8 @@ class TensorCuts:
     def _evaluate(self, groups: np.ndarray, blocks: np.ndarray) -> Evaluated:
         """What cuts take, of groups and blocks of every total, [U, N, R]."""
         t, at, units = self._t, self._space.axes, (groups, blocks)
-        groups, blocks = groups[0], blocks[0]
-        used = (groups > 0) | (blocks > 0)
+        blocks = blocks[0]
+        used = groups.any(0) | (blocks > 0)
         has = [[own > 0 for own in each] for each in units]
         takes = np.array(
             [
@@ -261,11 +258,11 @@ class TensorCuts:
                 for each in t.sets
             ],
             bool,
-        ).reshape(-1, *groups.shape)
+        ).reshape(-1, *blocks.shape)
         sent, resident, fits = self._memory.sent(*units, takes)
         links = t.link_seconds(sent)
         exchange, starts, places = self._space.exchanges.seconds(used, takes)
-        parts = np.zeros((len(groups), at.size))
+        parts = np.zeros((len(blocks), at.size))
         compute = np.zeros_like(starts)
         for s, terms in enumerate(self._terms):
             mixers, mlps = terms.waits(*units, takes)
@@ -273,10 +270,12 @@ class TensorCuts:
             compute[s] = terms.constant + mixers.sum(0) + mlps.sum(0) + exchange[s]
         steps = np.maximum(np.maximum(compute, starts), links.max(2))
         parts[:, CHUNK] = steps[0]
-        parts[:, at.groups] = t.mixers.thresholds(groups)
+        parts[:, at.groups] = t.mixers.cells_of(groups)[0].T
         parts[:, at.blocks] = t.mlps.thresholds(blocks)
         parts[:, at.sets], parts[:, at.places] = takes.sum(2).T, places.T
-        seconds = np.where((fits | ~used).all(1), self._count @ steps, np.inf)
+        right = (fits | ~used).all(1) & (used.sum(1) == self._n)
+        right &= blocks.sum(1) == t.mlps.totals[0]
+        seconds = np.where(right, self._count @ steps, np.inf)
         held = np.asarray((resident | ~used).all(1))
         return Evaluated(groups, blocks, held, compute, links, starts, seconds, parts)
 
@@ -286,7 +285,7 @@ class TensorCuts:
         late = not np.isfinite(cuts.seconds[i]) or cuts.seconds[i] > limit * (1 + CLOSE)
         if late or (resident and not cuts.resident[i]):
             return None
-        shares = tuple(map(int, cuts.blocks[i])), tuple(map(int, cuts.groups[i]))
-        places = (*shares, bool(cuts.resident[i]))
+        groups = tuple(tuple(map(int, own)) for own in cuts.groups[:, i])
+        places = tuple(map(int, cuts.blocks[i])), groups, bool(cuts.resident[i])
         took = cuts.compute[:, i], cuts.links[:, i], cuts.starts[:, i]
         return self._t.cut(places, *took, "computing and exchanges")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from sharding.fit_memory import TensorMemory
+from sharding.fit_options import Options
 from sharding.fit_tables import Floats, Stage, Tables, Work
-from sharding.fit_units import Ints, Options
+from sharding.fit_units import Ints
 
 MOST_TERMS = 4  # of mixers, and of MLPs
 TINY = 1e-30
@@ -117,7 +118,7 @@ class Terms:
         count = groups.shape[1]
         if self._shared:
             return np.zeros((len(self.mixers), count)), np.zeros((len(self.mlps), count))
-        used = (groups[0] > 0) | (blocks[0] > 0)
+        used = groups.any(0) | (blocks[0] > 0)
         mixers = (self._mixers.seconds(groups, takes) * used).max(2)
         mlps = self._mlps.seconds(blocks, takes[:0]).max(2)
         rows = blocks[0]

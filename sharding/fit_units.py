@@ -1,5 +1,6 @@
 """Whole units of layers that are not alike. Shares are given in the units of the layers that have
-most; layers with fewer follow by largest remainder (`sharding.shares.apportion`).
+most; layers with fewer follow by largest remainder (`sharding.shares.apportion`). All that other
+shares give of mixers is in `sharding.fit_joint`.
 
 In `primary` units [..., R] of `totals[0]` in all, a device's quota of another total T is
 primary * T / totals[0]. Whose remainder is rounded up depends on all devices, but in one number: a
@@ -11,7 +12,6 @@ a known threshold each device's count follows from its own primary units, as
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -111,61 +111,3 @@ class LayerSet(NamedTuple):
     exchanges: int = 0
     layers: int = 0
     folds: tuple[int, int] = (0, 0)
-
-    @property
-    def all_devices(self) -> bool:
-        """Whether every device that takes any part is one of them."""
-        return 0 in self.mixers and 0 in self.mlps
-
-
-class Options:
-    """What a device may have beside its blocks, O in all: groups of every total of mixers, [U, O],
-    each rounded down or `up` from a remainder `rest`, [U - 1, O]; and of which totals of MLPs it
-    has any units: one of the `patterns` [P, U] that are `allowed` [P, O]. `takes` [sets, O] says in
-    which sets of layers it takes part."""
-
-    def __init__(self, mixers: Grid, mlps: Grid, sets: Sequence[LayerSet]):
-        most = mixers.totals[0]
-        none = (False,) * len(mlps.totals)
-        self.patterns = [
-            none,
-            *((True, *some) for some in product((False, True), repeat=len(none) - 1)),
-        ]
-        rows: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], list[int]] = {}
-        for primary in range(most + 1):
-            both = [divmod(primary * total, most) for total in mixers.totals[1:]]
-            for up in product(*[(0, 1) if rest else (0,) for _, rest in both]):
-                own = (primary, *(whole + u for (whole, _), u in zip(both, up, strict=True)))
-                some = {i for i, n in enumerate(own) if n}
-                for i, pattern in enumerate(self.patterns):
-                    units = {j for j, has in enumerate(pattern) if has}
-                    takes = tuple(bool(s.mixers & some or s.mlps & units) for s in sets)
-                    if some or units:
-                        rows.setdefault((own, up, takes), []).append(i)
-        groups, ups, taking = zip(*rows, strict=True)
-        self.groups = np.array(groups).T
-        self.up = np.array(ups, bool).reshape(len(rows), -1).T
-        others = np.array(mixers.totals[1:], int)[:, None]
-        self.rest = self.groups[0] * others % most
-        self.allowed = np.array(
-            [[i in own for own in rows.values()] for i in range(len(self.patterns))]
-        )
-        self.takes = np.array(taking, bool).reshape(len(rows), -1).T
-
-    def bounds(self, grid: Grid, least: Ints, most: Ints) -> tuple[Ints, Ints]:
-        """The fewest and the most primary blocks of each option under offsets between two,
-        [U, ...]: [..., O]."""
-        first, totals = grid.totals[0], np.array(grid.totals).reshape(-1, *[1] * (least.ndim - 1))
-        some, none = ((first - 1 - own) // totals for own in (most, least))  # at most, of no unit
-        fewest = np.full((*least.shape[1:], len(self.allowed.T)), first + 1)
-        largest = np.full_like(fewest, -1)
-        for pattern, allowed in zip(self.patterns, self.allowed, strict=True):
-            low = np.max(
-                [s + 1 if has else 0 * s for s, has in zip(some, pattern, strict=True)], axis=0
-            )
-            high = np.min(
-                [0 * n + first if has else n for n, has in zip(none, pattern, strict=True)], axis=0
-            )
-            fewest = np.where(allowed, np.minimum(fewest, low[..., None]), fewest)
-            largest = np.where(allowed, np.maximum(largest, high[..., None]), largest)
-        return fewest, largest

@@ -1,7 +1,9 @@
-"""Models whose layers are not alike, small ones and some of well-known shapes."""
+"""Models whose layers are not alike, small ones and some of well-known shapes; and parts of
+units."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from sharding_models import tensors
@@ -76,6 +78,16 @@ def deepseek(layers: int = 64) -> Model:
 def _large(kinds: tuple[LayerShape, ...], layers: int, vocab: int, embed: int) -> Model:
     shape = ModelShape(tuple(kinds[i % len(kinds)] for i in range(layers)), vocab, embed)
     return shape, tensors_of(shape, 2)
+
+
+def parts(total: int, devices: int) -> Iterator[tuple[int, ...]]:
+    """All ways to give out whole units."""
+    if devices == 1:
+        yield (total,)
+        return
+    for n in range(total + 1):
+        for rest in parts(total - n, devices - 1):
+            yield (n, *rest)
 
 
 def tensors_of(shape: ModelShape, itemsize: int) -> list[TensorShape]:

@@ -12,6 +12,7 @@ from fit_models import deepseek, gemma3, gemma4, qwen3_next
 from sharding_models import tensors
 
 from sharding import (
+    CostModel,
     DeviceInfo,
     Fabric,
     LayerShape,
@@ -24,8 +25,10 @@ from sharding import (
 )
 from sharding.errors import FitError
 from sharding.fit import Fit, fit
+from sharding.fit_joint import shares_of
 from sharding.fit_report import explain
 from sharding.fit_search import Allowed
+from sharding.fit_tables import Workload
 
 ONE = Allowed((("f16", "f16"),), ubatches=(32,), prefetches=(4,))
 
@@ -75,6 +78,7 @@ def yardstick() -> float:
         pytest.param(large(32), 32768, id="32 KV heads"),
         pytest.param(gemma3(), 32768, id="windows"),
         pytest.param(gemma4(), 32768, id="unlike heads"),
+        pytest.param(gemma4(), 131072, id="unlike heads, streamed"),
         pytest.param(qwen3_next(), 131072, id="hybrid"),
         pytest.param(deepseek(), 131072, id="dense, then mixtures"),
     ],
@@ -111,6 +115,36 @@ def test_of_several_depths_of_prefetch_the_fastest_is_found(ctx: int):
     alone = [fastest(depth) for depth in depths]
     assert fastest(*depths) == pytest.approx(min(alone), rel=2e-5)
     assert alone[1] == min(alone) < max(alone) == alone[2]
+
+
+def test_shares_between_whole_groups_of_the_widest_layers():
+    link, own = (57.0, 8.0), ((900.0, 100.0), (1500.0, 150.0))
+    devices = (
+        DeviceInfo(f"gpu{i}", "cuda", f"kind{i}", gib << 30, (gib - 1) << 30, link[i], *own[i])
+        for i, gib in enumerate((24, 80))
+    )
+    mesh = Mesh(tuple(devices), fabric=eight().fabric)
+    (shape, weights), options = gemma4(60), PlanOptions(ctx=65536, itemsize=2)
+    found = fit(shape, mesh, options, weights, replace(ONE, ubatches=(512,)))
+    assert found.missed == 0
+    groups = [[stop - start for start, stop in layer.groups] for layer in found.plan.layers[4:6]]
+    assert groups == [[6, 10], [1, 3]]
+    assert shares_of(groups) == found.plan.options.attn_split == (4, 7)  # type: ignore
+    load = Workload.filling(options.ctx)
+
+    def seconds(weight: int, attn: tuple[int, int]) -> float:
+        asked = replace(found.plan.options, tensor_split=(weight, 672 - weight), attn_split=attn)
+        plan = make_plan(shape, mesh, asked, weights)
+        if any(plan.needed_bytes(i) > (d.free or 0) for i, d in enumerate(mesh.devices)):
+            return float("inf")
+        cost = CostModel(plan)
+        rates = cost.prefill_rate(load.prefill_at(512)), cost.decode_rate(load.decode_at)
+        return load.seconds(1, *rates)
+
+    weight = round(found.plan.options.tensor_split[0])  # type: ignore
+    assert seconds(weight, (44, 84)) == found.chosen.seconds
+    whole = (seconds(b, (n, 16 - n)) for n in range(17) for b in range(0, 673, 84))
+    assert min(whole) > 1.015 * found.chosen.seconds
 
 
 def test_a_search_that_ends_without_a_proof_says_so(monkeypatch: pytest.MonkeyPatch):

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from sharding.fit_distribute import Distribution
+from sharding.fit_joint import Groups
+from sharding.fit_options import Options
 from sharding.fit_terms import Effort
-from sharding.fit_units import Grid, LayerSet, Options
+from sharding.fit_units import Grid, LayerSet
 
 BOXES = 400
 NONE = frozenset[int]()
@@ -24,7 +26,7 @@ def sets() -> list[LayerSet]:
 @pytest.mark.parametrize(("seed", "devices", "n"), [(0, 3, 2), (1, 3, 3), (2, 4, 3), (3, 4, 4)])
 def test_a_distribution_is_found_where_there_is_one(seed: int, devices: int, n: int):
     random = np.random.default_rng(seed)
-    mixers, mlps = Grid(4, (4, 2), devices), Grid(6, (6,), devices)
+    mixers, mlps = Groups((4, 2), (), devices), Grid(6, (6,), devices)
     options = Options(mixers, mlps, sets())
     count = options.groups.shape[1]
     worth = random.integers(0, 5, (BOXES, devices, count)).astype(float)
@@ -40,7 +42,7 @@ def test_a_distribution_is_found_where_there_is_one(seed: int, devices: int, n: 
             best = np.where(keeps, np.maximum(best, total), best)
     some = np.isfinite(best)
     least = np.where(some, best, 1) + random.integers(0, 2, BOXES)
-    found, chosen = Distribution(options, mixers.totals, n, Effort()).best(worth, most, least)
+    found, chosen = Distribution(options, mixers, n, Effort()).best(worth, most, least)
     assert some.any() and not some.all()
     assert (found == (best >= least)).all()
     for box, own in zip(np.flatnonzero(found), chosen, strict=True):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from fit_models import BLOCKS, GROUPS, Model, small
+from fit_models import BLOCKS, GROUPS, Model, parts, small
 from sharding_models import model, tensors
 
 from sharding import (
@@ -28,9 +29,11 @@ from sharding.fit_search import Allowed
 from sharding.fit_tables import Workload
 from sharding.fit_ties import TIE
 from sharding.residency import reserve
+from sharding.shares import apportion
 
 MIB = 1 << 20
 LAYERS = 4
+LARGEST_SUM = 20
 SMALL = model(LAYERS, kv=GROUPS, dim=64, mlp=BLOCKS * 32, vocab=BLOCKS * 64)
 ASKED = PlanOptions(ctx=2048, page=16, group_pages=2, itemsize=4)
 ALLOWED = Allowed((("f16", "f16"),), ubatches=(32, 512), prefetches=(4,))
@@ -56,37 +59,39 @@ def unlike(
     return Mesh(tuple(found), fabric=Fabric(latency, gbps, *between, dispatch_us=dispatch_us))
 
 
-def parts(total: int, devices: int) -> Iterator[tuple[int, ...]]:
-    if devices == 1:
-        yield (total,)
-        return
-    for n in range(total + 1):
-        for rest in parts(total - n, devices - 1):
-            yield (n, *rest)
+def all_shares(shape: ModelShape, devices: int) -> list[tuple[int, ...]]:
+    """Attention shares, one for each way in which any that are whole numbers with a small sum round
+    the heads and states of all layers."""
+    totals = {n for layer in shape.layers for n in (layer.kv_heads, layer.states) if n}
+    found: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
+    for total in totals if len(totals) == 1 else range(1, LARGEST_SUM + 1):
+        for shares in parts(total, devices):
+            found.setdefault(tuple(apportion(n, shares) for n in totals), shares)
+    return list(found.values())
 
 
 def every_plan(shape: ModelShape, weights: list[TensorShape], mesh: Mesh) -> Iterator[Plan]:
     """All cuts of a small model under all options that may be chosen; of one with more layers those
     of whole layers."""
     n, layers = len(mesh), len(shape.layers)
-    heads = max(layer.kv_heads for layer in shape.layers)
     columns = max(layer.mlp for layer in shape.layers) // 32
     cuts: list[dict[str, Any]] = [
         dict(split_mode="layer", tensor_split=s) for s in parts(layers, n)
     ]
-    for groups in parts(heads, n) if layers == LAYERS else ():
+    for groups in all_shares(shape, n) if layers == LAYERS else ():
         for blocks in parts(columns, n):
             split = {"split_mode": "tensor", "tensor_split": blocks, "attn_split": groups}
             cuts.append(split)
     places = {"kv": "device"}, {"kv": "host", "kv_device_bytes": "auto"}
-    for ubatch in ALLOWED.ubatches:
-        base = replace(ASKED, ubatch=ubatch, cache_type_k="f16", cache_type_v="f16")
-        for cut in cuts:
-            for place in places:
-                plan = make_plan(shape, mesh, replace(base, **cut, **place), weights)
-                rooms = [(d.free or 0) - reserve(d) for d in mesh.devices]
-                if all(plan.needed_bytes(i) <= room for i, room in enumerate(rooms)):
-                    yield plan
+    rooms = [(d.free or 0) - reserve(d) for d in mesh.devices]
+    base = replace(ASKED, cache_type_k="f16", cache_type_v="f16")
+    for cut, place in product(cuts, places):
+        for ubatch in sorted(ALLOWED.ubatches):
+            asked = replace(base, ubatch=ubatch, **cut, **place)
+            plan = make_plan(shape, mesh, asked, weights)
+            if any(plan.needed_bytes(i) > room for i, room in enumerate(rooms)):
+                break  # nor does it fit with larger chunks
+            yield plan
 
 
 def seconds(cost: CostModel, load: Workload) -> float:
