@@ -270,22 +270,23 @@ def _warn_of_residency(plan: Plan) -> None:
 
 def _options(cfg: ModelConfig, mesh: Mesh, arguments: dict[str, Any]) -> tuple[PlanOptions, str]:
     """`options_from` for a model. On accelerators groups have more pages by default, if those of
-    the widest layer are no more than `COPY_BYTES` in the compute type (so that a fit, which chooses
-    the cache's, has the same): each copy, and each program that folds one, takes the host's thread
-    about as long as 16 MB take on a link. And more groups of few bytes are copied ahead: the link
-    goes on while the host makes one step's logits the next one's token. Pages leave a tail many at
-    a time, if that does not make it large: as a few groups of one size, where single pages would be
-    several small ones, each with its copy and its program."""
+    the widest layer are no more than `COPY_BYTES`: each copy, and each program that folds one,
+    takes the host's thread about as long as 16 MB take on a link. Pages leave a tail many at a
+    time, if that does not make it large: as a few groups of one size, where single pages would be
+    several small ones. Both count in the compute type, so that a fit, which chooses the cache's,
+    has the same. And more groups of few bytes are copied ahead: the link goes on while the host
+    makes one step's logits the next one's token."""
     options, dtype = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **arguments)
     if any(d.platform == "cpu" for d in mesh.devices):
         return options, dtype
-    if "group_pages" not in arguments:
-        untyped = {n: v for n, v in arguments.items() if not n.startswith("cache_type")}
-        plain, _ = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **untyped)
-        if LARGE_GROUP * plain.page * _widest(cfg, plain) <= COPY_BYTES:
-            options = replace(options, group_pages=LARGE_GROUP)
+    untyped = {n: v for n, v in arguments.items() if not n.startswith("cache_type")}
+    plain, _ = options_from(mesh=mesh, ctx_train=cfg.ctx_train, **untyped)
+    large = LARGE_GROUP * plain.page * _widest(cfg, plain) <= COPY_BYTES
+    if "group_pages" not in arguments and large:
+        options = replace(options, group_pages=LARGE_GROUP)
     if "tail_pages" not in arguments:
-        options = replace(options, tail_pages=_tail_pages(cfg, options))
+        together = _tail_pages(cfg, replace(plain, group_pages=options.group_pages))
+        options = replace(options, tail_pages=together)
     if "prefetch" not in arguments:
         ahead = AHEAD_BYTES // _group_bytes(cfg, options, _largest_share(mesh, options))
         options = replace(options, prefetch=max(options.prefetch, min(MOST_AHEAD, ahead)))

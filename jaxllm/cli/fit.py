@@ -47,6 +47,8 @@ def add(subparsers: Any) -> None:
     add("--weights", choices=("dequantised", "quantised"), help=weights)
     add("--page", type=int, metavar="N", help="positions of a cache page, a power of two")
     add("--group-pages", type=int, metavar="N", help="pages of the largest copy from host memory")
+    together = "full pages that leave the devices together; fewer stay there"
+    add("--tail-pages", type=int, metavar="N", help=together)
     prompt = "prompt tokens of the request that counts (default three quarters of -c)"
     add("-p", "--n-prompt", type=int, metavar="N", help=prompt)
     predict = "tokens that it generates (default the rest of -c)"

@@ -30,8 +30,6 @@ from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Heads
 from jaxllm.models.parts import BlockIndexer, Follower, Indexer
 
-COLUMNS = 6  # that a step has beside its tokens, as one array
-
 
 class Step(NamedTuple):
     """What one step is about: rows row .. row + N, T tokens each.
@@ -79,8 +77,8 @@ def pack_step(
     memory_floor: np.ndarray,
     used: int | None = None,
 ) -> np.ndarray:
-    """A step as one int32 array [N, T + COLUMNS]: one copy a device and step; `used` of the T
-    tokens are real, or all."""
+    """A step as one int32 array [N, T + 6]: one copy a device and step; `used` of the T tokens are
+    real, or all."""
     counts = np.where(starts < 0, 0, tokens.shape[1] if used is None else used)
     columns = np.full_like(starts, row), starts, floor, counts, memory, memory_floor
     packed = [tokens, np.stack(columns, axis=1)]
@@ -89,8 +87,8 @@ def pack_step(
 
 def unpack_step(packed: Array) -> Step:
     """The inverse of `pack_step`, inside a trace."""
-    row, *columns = jnp.moveaxis(packed[:, -COLUMNS:], 1, 0)
-    return Step(packed[:, :-COLUMNS], row[0], *columns)
+    row, *columns = jnp.moveaxis(packed[:, -6:], 1, 0)
+    return Step(packed[:, :-6], row[0], *columns)
 
 
 def begin_attention(

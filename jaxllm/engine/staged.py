@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from jaxllm.cache.store import PageStore
 from jaxllm.cache.stream import PageStream
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.local import State, pack_step
+from jaxllm.engine.rehearsal import rehearse
 from jaxllm.engine.rows import (
     LayerRow,
     copy_row,
@@ -38,7 +38,7 @@ from jaxllm.engine.rows import (
     take_back,
     take_row,
 )
-from jaxllm.engine.staged_step import StagedStep, folded_groups
+from jaxllm.engine.staged_step import StagedStep
 from jaxllm.engine.stages import cut, features, head, layer_of
 from jaxllm.engine.states import HostStates, StateEnds, StateRow, empty_state
 from jaxllm.models.layers import Array, Device
@@ -83,7 +83,6 @@ class StagedEngine(Engine):
         self.summed = [mixer is not None and mixer.summed for mixer in mixers]
         self.sums_columns = [cfg.sums_columns for cfg in models[0].cfg.layers]
         self.page = options.page
-        self.least_folded = min(options.tail_pages, options.group_pages)  # pages, by a stage
         self.floor = np.zeros(options.slots, np.int32)
         self.memory = np.zeros(options.slots, np.int32)  # positions of an encoder that rows read
         self.memory_floor = np.zeros(options.slots, np.int32)
@@ -233,16 +232,16 @@ class StagedEngine(Engine):
         """Give the stores so many full pages of a row, from position `first` on, of the layers of
         one role."""
         for device, store in enumerate(self.stores):
-            for window, layers in self._paged(device, role).items():
+            for window, layers in self.paged(device, role).items():
                 oldest = 0 if window is None else max(0, end - window + 1)
                 unseen = min(full, max(0, oldest - first) // self.page)
                 at, left = first + unseen * self.page, full - unseen
                 for size in reversed(group_sizes(self.plan.options.group_pages)):
                     while left >= size:
-                        store.add(row, at, self._cut(device, layers, row, at, size))
+                        store.add(row, at, self.cut(device, layers, row, at, size))
                         at, left = at + size * self.page, left - size
 
-    def _paged(self, device: int, role: Role) -> dict[int | None, list[int]]:
+    def paged(self, device: int, role: Role) -> dict[int | None, list[int]]:
         """Layers of one role that have a tail on the device, by window."""
         found: dict[int | None, list[int]] = {}
         for layer in self.rings[device]:
@@ -250,7 +249,7 @@ class StagedEngine(Engine):
                 found.setdefault(self.models[device].cfg.layers[layer].window, []).append(layer)
         return found
 
-    def _cut(
+    def cut(
         self, device: int, layers: list[int], row: int, first: int, pages: int
     ) -> dict[int, tuple[Array, ...]]:
         """So many full pages of a row in the tails of some layers."""
@@ -259,42 +258,7 @@ class StagedEngine(Engine):
         return dict(zip(layers, found, strict=True))
 
     def rehearse(self, chunk: int) -> Iterator[int]:
-        yield 0
-        options = self.plan.options
-        most = options.ubatch + options.tail_pages * self.page
-        for small, size in pairwise((1, *group_sizes(options.group_pages))):
-            if size * self.page > options.ctx:
-                continue
-            at_once = size if size * self.page <= most else small  # of those that a chunk fills
-            if 1 < at_once < options.ctx // self.page:
-                self._hold_pages((1, at_once))  # after a smaller group, one by one
-            for part in dict.fromkeys((small, at_once)):
-                self._hold_pages((part,) * (size // part))
-            yield 0
-            for store in self.stores:  # a group that loses a page is cut
-                for layer in range(len(self.plan.layers)):
-                    store.trim(layer, 0, self.page)
-        if chunk == 1 and self.kernels:
-            for counts in folded_groups(options):
-                self._hold_pages(counts, everywhere=True)
-                for self.together in (False, True):
-                    yield 0
-        self.release(0)
-
-    @frees_on_failure
-    def _hold_pages(self, counts: Sequence[int], everywhere: bool = False) -> None:
-        """Let row 0 have so many pages in every layer, or in one of each kind, taken from the tail
-        so many at a time, and nothing else."""
-        self.release(0)
-        roles: tuple[Role, ...] = ("decoder", "memory")
-        for device, (store, model) in enumerate(zip(self.stores, self.models, strict=True)):
-            for layers in chain.from_iterable(self._paged(device, r).values() for r in roles):
-                kinds = {(model.cfg.layers[i], model.kv_heads[i]): i for i in layers}
-                kept = layers if everywhere else kinds.values()
-                for before, count in zip(accumulate(counts, initial=0), counts, strict=False):
-                    first = before * self.page
-                    pages = self._cut(device, layers, 0, first, count)
-                    store.add(0, first, {i: pages[i] for i in kept})
+        return rehearse(self, chunk)
 
     @frees_on_failure
     def release(self, row: int) -> None:

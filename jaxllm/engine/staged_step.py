@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,11 +11,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxllm.cache.attention import Ring
-from jaxllm.cache.groups import group_sizes
 from jaxllm.cache.stream import Arrived
-from jaxllm.engine.local import COLUMNS, State
+from jaxllm.engine.folding import Folding
+from jaxllm.engine.local import State
 from jaxllm.engine.stages import (
-    Layer,
     Queries,
     StageIn,
     StageOut,
@@ -25,38 +23,13 @@ from jaxllm.engine.stages import (
     embed,
     run_stages,
 )
-from jaxllm.models.layers import Array, Device, Heads
+from jaxllm.models.layers import Array, Heads
 from jaxllm.models.parts import Follower
-from sharding import PlanOptions, exchange
+from sharding import exchange
 from sharding.splits import holders
 
 if TYPE_CHECKING:
     from jaxllm.engine.staged import StagedEngine
-
-
-TOGETHER = 4  # stages of one program, at most
-FOLDED = 3  # groups that a stage folds: so many of one size precede one of the next
-
-
-def folded_groups(options: PlanOptions) -> Iterator[tuple[int, ...]]:
-    """The pages of groups that there are programs of stages for: none, and one of each size that
-    pages leave a tail as, or that such groups are joined to."""
-    yield ()
-    least = min(options.tail_pages, options.group_pages)
-    for size in group_sizes(options.group_pages):
-        if size >= least and size * options.page < options.ctx:
-            yield (size,)
-
-
-def _most_folded(size: int, options: PlanOptions) -> int:
-    """How many groups of so many pages a stage folds: one of the largest."""
-    return 1 if size == options.group_pages else FOLDED
-
-
-@cache
-def _no_rows(size: int, device: Device) -> Array:
-    """A table of a group (`page_table`) that no row has."""
-    return jax.device_put(np.zeros(size, np.int32), SingleDeviceSharding(device))
 
 
 class _Waiting(NamedTuple):
@@ -85,8 +58,6 @@ class StagedStep:
         self.following = dict(pairwise((None, *self.order, None)))  # layers of this step
         self.holders = () if encode else holders(engine.plan.vocab)
         self.earlier: dict[tuple[int, int], State] = {}  # by device and layer; see `take_back`
-        self.tokens = packed.shape[1] - COLUMNS
-        self.dtype: Any = None
         self.packed = [jax.device_put(packed, SingleDeviceSharding(d)) for d in engine.devices]
         self.x: dict[int, Array] = {}
         self.made: dict[int, Array] = {}  # partials by the device that made them
@@ -110,7 +81,7 @@ class StagedStep:
             leaves, ends = engine.leaves[i], engine.models[i].ends
             beside = None if given is None else engine.copy_to(given, i)
             self.made[i] = embed(leaves.ends, leaves.vocab, self.packed[i], beside, ends=ends)
-            self.dtype = self.made[i].dtype
+            self.folding = Folding(engine, self.made[i])
         self._exchange(plan.layers[self.order[0]].devices)
         self._begin(None, ("enter",))
         for index in self.order:
@@ -227,7 +198,7 @@ class StagedStep:
             heads=self.heads.pop(device, None) if begins else None,
             held=self.held.pop(device, None) if begins else None,
             queries=self.queries.pop(device, None) if out else None,
-            pages=self._pages(device) if out else (),
+            pages=self.folding.filled(device, self.arrived.pop(device, [])) if out else (),
             tail=None if here is None or waiting or not out else rings.get(engine.owners[here]),
             mixed=self.mixed.pop(device, None) if out else None,
             begun_mlp=self.begun_mlps.pop(device, None),
@@ -240,56 +211,9 @@ class StagedStep:
         old, new = (None if i is None else own[i] for i in (here, there))
         waiting.append(_Waiting(given, ring, state, Work(pieces, old, new), here, there))
         del given
-        if not (begins and there is not None and self._may_wait(device, there)):
+        between = here is not None and begins
+        if there is None or not (between and self.folding.may_wait(device, there, len(waiting))):
             self._start(device)
-
-    def _may_wait(self, device: int, there: int) -> bool:
-        """Whether the stages that wait on a device may run together with the one that will end the
-        layer `there`: each program takes the host's thread some time to start. Nothing comes
-        between them if that stage folds all groups of its layer. All layers must have groups alike:
-        else there were too many ways to run stages together to rehearse them."""
-        engine, layer = self.engine, self.engine.layers[device][there]
-        alone = engine.plan.layers[there].devices == (device,) and engine.owners[there] == there
-        waiting, stream = self.waiting[device], engine.streams[device]
-        first = waiting[-1].here is None or len(waiting) == TOGETHER
-        if first or not alone or layer.states or not self._folds(layer):
-            return False
-        groups = stream.coming(there)
-        room = sum(group.nbytes for group in groups) * TOGETHER <= stream.may_wait
-        return (
-            engine.together and stream.alike and room and self._left(device, there) == len(groups)
-        )
-
-    def _folds(self, layer: Layer) -> bool:
-        """Whether the stage that ends a layer may fold groups: a kernel rounds as it does alone,
-        and in prompts a program more is nothing."""
-        return self.tokens == 1 and layer.flashes(1, self.dtype, self.engine.page)
-
-    def _left(self, device: int, index: int) -> int:
-        """How many groups, the last that a layer reads, are left to the stage that ends it: some of
-        one size that `rehearse` has programs for, which have room beside those that wait."""
-        engine, stream = self.engine, self.engine.streams[device]
-        if not self._folds(engine.layers[device][index]):
-            return 0
-        coming, left, room = stream.coming(index), 0, stream.may_wait
-        last = len(coming[-1].firsts) if coming else 0
-        for group in reversed(coming[-_most_folded(last, engine.plan.options) :]):
-            room -= group.nbytes
-            fits = room >= 0 or left == 0
-            if len(group.firsts) != last or last < engine.least_folded or not fits:
-                break
-            left += 1
-        return left
-
-    def _pages(self, device: int) -> tuple[Arrived, ...]:
-        """The groups that were left to a stage; in the place of those that it could fold besides,
-        the last once more with a table of no rows: so one program does for any number of them."""
-        found = self.arrived.pop(device, [])
-        if found:
-            pages, table = found[-1]
-            missing = _most_folded(len(pages[0]), self.engine.plan.options) - len(found)
-            found += [(pages, _no_rows(table.size, self.engine.devices[device]))] * missing
-        return tuple(found)
 
     def _start(self, device: int) -> None:
         """Run the stages that wait on a device, as one program."""
@@ -355,7 +279,7 @@ class StagedStep:
         take turns, who has nothing there yet leaving out his: so none of their links rests until
         another's groups have come."""
         streams = self.engine.streams
-        left = {d: self._left(d, index) for d in devices}
+        left = {d: self.folding.left(d, index) for d in devices}
         visits = {d: streams[d].visit(index) for d in devices}
         while visits:
             turn = [d for d in visits if len(visits) == 1 or not streams[d].waits()]
