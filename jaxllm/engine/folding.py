@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import numpy as np
@@ -26,7 +26,11 @@ from sharding import PlanOptions
 
 if TYPE_CHECKING:
     from jaxllm.engine.staged import StagedEngine
+    from jaxllm.engine.stages import Layer
 
+# Groups are folded by programs of their own, by stages, or by stages that run together; the first
+# two alone are what a warm-up asks for.
+Stages = Literal["apart", "folding", "together"]
 TOGETHER = 4  # stages of one program, at most
 FOLDED = 3  # groups that a stage folds, at most: so many of one size precede one of the next
 
@@ -54,7 +58,7 @@ class Folding:
         that have room, all waiting to be folded, beside the copies behind them."""
         own, stream = self.engine.layers[device][layer], self.engine.streams[device]
         coming, count, room = stream.coming(layer), 0, stream.may_wait
-        if not coming or not self.single or not own.flashes(1, self.dtype, self.options.page):
+        if not coming or not self._folds(own):
             return 0
         size = len(coming[-1].firsts)
         if size not in folded_sizes(self.options):
@@ -84,11 +88,15 @@ class Folding:
         alone = engine.plan.layers[layer].devices == (device,) and engine.owners[layer] == layer
         if waiting == TOGETHER or not alone or own.states or not own.kv_heads:
             return False
-        if not (engine.together and stream.alike and self.single):
+        if engine.stages != "together" or not stream.alike or not self._folds(own):
             return False
         room = sum(group.nbytes for group in groups) * TOGETHER <= stream.may_wait
-        flashes = own.flashes(1, self.dtype, self.options.page)
-        return room and flashes and self.left(device, layer) == len(groups)
+        return room and self.left(device, layer) == len(groups)
+
+    def _folds(self, layer: Layer) -> bool:
+        """Whether the stage that ends a layer may fold groups."""
+        kernel = self.single and layer.flashes(1, self.dtype, self.options.page)
+        return kernel and self.engine.stages != "apart"
 
 
 @cache

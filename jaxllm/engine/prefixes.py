@@ -81,10 +81,7 @@ class Rows:
         A free row with the longest prefix is taken itself; of a busy one the prefix is shared.
         """
         lengths = {row: self._common(row, prompt) for row in self._held}
-        for row, most in lengths.items():
-            usable = (n for n in range(most, 0, -self.step) if holds(row, n))
-            lengths[row] = next(usable, 0)
-        lengths = {row: n for row, n in lengths.items() if n}
+        lengths = {row: n for row, n in lengths.items() if n and holds(row, n)}
         if not lengths:
             row = self.spare(free)
             return Start(row, row, 0)

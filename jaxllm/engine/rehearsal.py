@@ -21,7 +21,18 @@ if TYPE_CHECKING:
 def rehearse(engine: StagedEngine, chunk: int) -> Iterator[int]:
     """`Engine.rehearse`: the positions at which steps of so many tokens a row are to run."""
     yield 0
-    options = engine.plan.options
+    try:
+        yield from _groups(engine, chunk)
+    finally:
+        engine.stages = "together"
+    if chunk == 1 and engine.plan.options.tail_pages > 1:
+        _prefixes(engine)
+    engine.release(0)
+
+
+def _groups(engine: StagedEngine, chunk: int) -> Iterator[int]:
+    """Groups of every size, folded in every way."""
+    engine.stages, options = "apart", engine.plan.options
     most = options.ubatch + options.tail_pages * options.page
     for small, size in pairwise((1, *group_sizes(options.group_pages))):
         if size * options.page > options.ctx:
@@ -39,9 +50,19 @@ def rehearse(engine: StagedEngine, chunk: int) -> Iterator[int]:
         sizes = [size for size in folded_sizes(options) if size * options.page < options.ctx]
         for size in (0, *sizes):
             _hold_pages(engine, sizes[:1] * (size // sizes[0]) if size else (), everywhere=True)
-            for engine.together in (False, True):
+            for engine.stages in ("folding", "together"):
                 yield 0
-    engine.release(0)
+
+
+def _prefixes(engine: StagedEngine) -> None:
+    """Prefixes that end within the pages that leave a tail together."""
+    options = engine.plan.options
+    _hold_pages(engine, (1,) * options.tail_pages, everywhere=True)
+    engine.floor[0] = options.tail_pages * options.page
+    engine.reuse(0, 0, options.page)
+    if options.slots > 1:
+        engine.reuse(0, 1, options.page)
+        engine.release(1)
 
 
 @frees_on_failure

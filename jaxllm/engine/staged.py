@@ -27,6 +27,7 @@ from jaxllm.cache.groups import HostMemory, group_sizes
 from jaxllm.cache.store import PageStore
 from jaxllm.cache.stream import PageStream
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
+from jaxllm.engine.folding import Stages
 from jaxllm.engine.local import State, pack_step
 from jaxllm.engine.rehearsal import rehearse
 from jaxllm.engine.rows import (
@@ -68,7 +69,8 @@ class StagedEngine(Engine):
         kernels: bool = False,
     ):
         self.plan, self.models, self.leaves, self.devices = plan, models, leaves, devices
-        self.kernels, self.together = kernels, True  # whether stages may run together
+        self.kernels = kernels
+        self.stages: Stages = "together"
         self.layers = [
             [
                 layer_of(*each, kernels)
@@ -275,35 +277,43 @@ class StagedEngine(Engine):
             store.park(row)
 
     def holds(self, row: int, length: int) -> bool:
-        in_tail = length >= int(self.floor[row])
-        whole = length % (self.plan.options.tail_pages * self.page) == 0
-        return (
-            (in_tail or whole)
-            and self.ends_at(row, length)
-            and all(
-                self.trimmed.get((row, window), 0) <= max(0, length - window + 1)
-                for window in self.window_layers
-            )
+        return self.ends_at(row, length) and all(
+            self.trimmed.get((row, window), 0) <= max(0, length - window + 1)
+            for window in self.window_layers
         )
 
     @frees_on_failure
     def reuse(self, source: int, row: int, length: int) -> None:
         trimmed = {w: self.trimmed.get((source, w), 0) for w in self.window_layers}
-        floor = min(length, int(self.floor[source]))
-        for store in self.stores:
-            store.adopt(source, row, floor)
-        self.floor[row] = floor
-        at = np.int32(source), np.int32(row)
-        if source != row and length > floor:
+        left, at = int(self.floor[source]), (np.int32(source), np.int32(row))
+        floor = min(left, pages_left(self.plan.options, length) * self.page)
+        if left > length > floor:
+            self._back_to_tail(source, row, floor, length)
+        elif source != row and length > floor:
             for rings in self.rings:
                 own = {i: ring for i, ring in rings.items() if self.roles[i] == "decoder"}
                 rings.update(copy_row(own, *at, axis=0))
+        for store in self.stores:
+            store.adopt(source, row, floor)
+        self.floor[row] = floor
         if source != row and self.ends.stateful:
             for own in self.states:
                 own.update({i: copy_row(own[i], *at, axis=0) for i in own})
             self.ends.copy(source, row)
         self.trimmed |= {(row, window): first for window, first in trimmed.items()}
         self._trim(row, length)
+
+    def _back_to_tail(self, source: int, row: int, floor: int, length: int) -> None:
+        """Put pages of a row, of positions floor .. length, into the tail of one that begins with
+        them, as they would be there if it had computed them itself."""
+        for model, store, rings in zip(self.models, self.stores, self.rings, strict=True):
+            for index in [i for i in rings if self.roles[i] == "decoder"]:
+                pages = [each for each in store.row_pages(index, source) if each[0] >= floor]
+                kept = [split_page(model.cfg.layers[index], own) for _, own in pages]
+                k, v = (np.concatenate(side, axis=1) for side in zip(*kept, strict=True))
+                tail = LayerRow(k, v, pages[0][0]).positions(floor, length)
+                ring = rings[index]
+                rings[index] = put_row(ring, tail.ring(ring.capacity), np.int32(row), axis=0)
 
     @frees_on_failure
     def read_row(self, row: int, length: int) -> list[LayerRow]:

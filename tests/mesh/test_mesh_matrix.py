@@ -17,6 +17,7 @@ from support import (
     random_ids,
     run,
     small_model,
+    with_layers,
 )
 
 PROMPT, STEPS = 40, 8
@@ -72,6 +73,26 @@ def _alone(tied: bool) -> tuple[Trace, tuple[int, ...]]:
 def _scattered(device: int, layer: int, first: int) -> str:
     """Places that neighbours in no direction share."""
     return PLACES[(device + 2 * layer + first // 16) % 3]
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("together", [2, 4])
+def test_pages_leave_a_tail_together(together: int, window: int | None):
+    """The bytes that are sent, and logits: the same in every place, and nearly those of pages that
+    leave one by one."""
+    model = small_model() if window is None else with_layers(small_model(), window=window)
+    cut = dict(devices=2, split_mode="tensor", attn_split="1,1", ctx=256, group_pages=4)
+    prompt, forced = random_ids(90), [1] * 50
+    expected = run(make_llm(model, engine="staged", **cut), prompt, forced)
+    found = []
+    for arguments in (dict(kv="host"), dict(engine="staged"), dict(kv="host", place=_scattered)):
+        llm = make_llm(model, tail_pages=together, **cut, **arguments)
+        found.append(run(llm, prompt, forced))
+        if arguments == dict(kv="host"):
+            np.testing.assert_array_equal(found[0].sent, planned_bytes(llm, 90, 50))
+            assert found[0].sent.any()
+        assert_same_bytes(found[-1].logits, found[0].logits, str(arguments))
+    assert_close(found[0].logits, expected.logits, what="together against one by one")
 
 
 @pytest.mark.parametrize(("attn", "same"), CASES)

@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "device": dict(engine="staged"),
     "host": dict(kv="host"),
     "uneven": dict(kv="host", **UNEVEN),
+    "long tail": dict(kv="host", tail_pages=4),
     "part resident": dict(kv="host", kv_gpu_layers=1, link_gbps="1,1,1", **UNEVEN),
     "q8_0": dict(kv="host", **QUANTISED),
     "fused q8_0": QUANTISED,
@@ -243,7 +244,7 @@ def test_logits_reuse_nothing(kind: str):
     assert check_again(llm, prompt) == 32  # the row that logits did not take
 
 
-@pytest.mark.parametrize("kind", ["fused", "fused on two", "device", "host"])
+@pytest.mark.parametrize("kind", ["fused", "fused on two", "device", "host", "long tail"])
 def test_nothing_is_compiled_after_a_warm_up(kind: str):
     """Prefixes of the row itself, of a busy one and of a kept one; groups that are cut."""
     llm = make_llm(_model(kind), parallel=2, ctx=256, **KINDS[kind])

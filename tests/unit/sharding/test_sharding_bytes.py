@@ -32,6 +32,8 @@ def test_rings():
     assert ring_positions("staged", SMALL) == 256  # 64 + 128 to whole 128
     assert ring_positions("staged", SMALL, window=16) == 256
     assert ring_positions("staged", replace(SMALL, page=256)) == 512
+    assert ring_positions("staged", replace(SMALL, tail_pages=4)) == 384  # 4 * 64 + 128
+    assert full_pages(replace(SMALL, tail_pages=4)) == 12
     assert full_pages(SMALL) == 15
     assert full_pages(SMALL, window=16) == 2
     assert full_pages(SMALL, window=65) == 3
@@ -40,12 +42,13 @@ def test_rings():
 
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 16, 40])
-def test_pages_read_are_the_full_pages_with_a_position_that_is_seen(page, window):
-    options = replace(SMALL, page=page)
-    for position in range(64):
+@pytest.mark.parametrize("together", [1, 2])
+def test_pages_read_are_the_full_pages_with_a_position_that_is_seen(page, window, together):
+    options = replace(SMALL, page=page, tail_pages=together)
+    for position in range(80):
         seen = {
             k // page
-            for k in range(position // page * page)
+            for k in range(position // (page * together) * page * together)
             if window is None or position - k < window
         }
         assert pages_read(options, position, window) == len(seen)
