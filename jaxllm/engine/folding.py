@@ -90,7 +90,8 @@ class Folding:
             return False
         if engine.stages != "together" or not stream.alike or not self._folds(own):
             return False
-        room = sum(group.nbytes for group in groups) * TOGETHER <= stream.may_wait
+        size = sum(group.nbytes for group in groups)
+        room = size * TOGETHER <= stream.may_wait and len(groups) * TOGETHER < stream.most
         return room and self.left(device, layer) == len(groups)
 
     def _folds(self, layer: Layer) -> bool:

@@ -76,10 +76,15 @@ def programs(kernel: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, i
     return seen
 
 
-@pytest.mark.parametrize(("cfg", "prefetch"), [(DEEP, 0), (DEEP, 2), (DEEP, 16), (WINDOWS, 4)])
-def test_stages_fold_what_programs_of_their_own_do(cfg: Any, prefetch: int, request: Any):
+@pytest.mark.parametrize(
+    ("cfg", "prefetch", "group"),
+    [(DEEP, 0, 4), (DEEP, 2, 4), (DEEP, 2, 16), (DEEP, 16, 4), (WINDOWS, 4, 4)],
+)
+def test_stages_fold_what_programs_of_their_own_do(
+    cfg: Any, prefetch: int, group: int, request: Any
+):
     prompt, forced = random_ids(20), [1] * 130
-    arguments: dict[str, Any] = dict(kv="host", ctx=256, group_pages=4)
+    arguments: dict[str, Any] = dict(kv="host", ctx=256, group_pages=group)
     expected = run(make_llm(cfg, **arguments), prompt, forced)
     programs = request.getfixturevalue("programs")
     for together in (1, 2):
