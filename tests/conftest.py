@@ -30,7 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker has a file's quick tests, so that models and programs that they share are made
-    once; unless they say themselves which belong together."""
+    once; unless they say themselves which belong together. Notebooks and the README's examples,
+    the longest that no other goes with, come first, lest a worker be left alone with one."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
     for item in items:
         if not any(map(item.get_closest_marker, ("xdist_group", "slow", "parity"))):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -12,8 +12,8 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.shapes import model_config
 from jaxllm.cache.flash import has_kernel
-from jaxllm.engine import staged_step
-from jaxllm.engine.staged_step import TOGETHER
+from jaxllm.engine import folding
+from jaxllm.engine.folding import TOGETHER
 from jaxllm.models.config import ModelConfig
 from support import compilations
 
@@ -117,7 +117,7 @@ def test_stages_that_run_together_change_no_bit(monkeypatch: pytest.MonkeyPatch)
     settings: dict[str, Any] = {"page": 128, "ubatch": 256, "group_pages": 4, "tail_pages": 1}
     found = []
     for most in (1, TOGETHER):
-        monkeypatch.setattr(staged_step, "TOGETHER", most)
+        monkeypatch.setattr(folding, "TOGETHER", most)
         for prefetch in (4, 16):
             llm = LLM.from_config(cfg, kv="host", ctx=1024, prefetch=prefetch, **settings)
             made = [llm.generate([IDS[:n]], params)[0] for n in (100, 200, 500)]

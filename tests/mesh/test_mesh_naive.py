@@ -9,10 +9,13 @@ import naive
 from mesh_models import MODELS, SWITCHES
 from support import assert_close, make_llm, random_ids, run
 
-# The smoke tests of tests/reference have the plain families.
-SMOKE = ("llama-factors", "head-bias", "wide-keys", "one-of-8")
+# The smoke tests of tests/reference have plain families.
+SMOKE = ("experts", "wide-keys")
+# With the tests of one model's cuts, which run the same programs of one device.
 NAMES = [
-    pytest.param(n, marks=[pytest.mark.smoke] * (n in SMOKE)) for n in MODELS if n not in SWITCHES
+    pytest.param(n, marks=[pytest.mark.xdist_group(n), *[pytest.mark.smoke] * (n in SMOKE)])
+    for n in MODELS
+    if n not in SWITCHES
 ]
 
 

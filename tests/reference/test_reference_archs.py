@@ -16,6 +16,7 @@ from support import assert_same_bytes, feed, nmse, step
 HOST = {"kv": "host"}
 # One of each mechanism, for those who run the quick tests alone.
 QUICK = ("bloom-dense", "deepseek2-groups", "gpt-oss-yarn", "qwen2moe-moe", "qwen35-dense")
+SMOKE = ("gemma3-pattern4", "qwen2-dense")
 QUANTISED = (
     *("llama-Q4_0", "llama-Q4_K", "llama-Q6_K", "llama-Q8_0"),
     *("gpt-oss-MXFP4", "qwen35-Q4_K", "qwen35-Q8_0"),
@@ -28,8 +29,13 @@ def _kept(name: str) -> tuple[Path, parity.Reference]:
         return archs.write(archs.DATA / f"{name}.json.gz"), {k: file[k] for k in file.files}
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", sorted(path.stem for path in archs.DATA.glob("*.npz")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[pytest.mark.smoke] * (path.stem in SMOKE))
+        for path in sorted(archs.DATA.glob("*.npz"))
+    ],
+)
 def test_one_of_a_family(name: str):
     path, of = _kept(name)
     check(load(path, ctx=128), of)

@@ -31,7 +31,7 @@ def test_divergence_from_a_float_cache(smollm2_path: Path, shared: Path):
     text = (shared / "refs" / "ppl_pydoc.txt").read_text()
     found = []
     for types in ({}, Q8):
-        llm = _load(smollm2_path, ctx=512, **types)
+        llm = _load(smollm2_path, ctx=2048, **types)
         assert llm.tokenizer is not None
         found.append(_log_p(llm.logits(llm.tokenizer.encode(text)[:500])))
     exact, stored = found

@@ -46,12 +46,13 @@ def divergence(top_ids: np.ndarray, top: np.ndarray, lse: np.ndarray, found: np.
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("smollm2-135m")
 def test_quantised_weights_choose_the_same_tokens(smollm2_path: Path):
     """A file of Q4_1 and Q8_0, with rows of 576 values that no 256 divide."""
     found = []
     for weights in ("dequantised", "quantised"):
         llm = LLM.from_gguf(
-            smollm2_path, devices=1, dtype="float32", ctx=64, progress=False, weights=weights
+            smollm2_path, devices=1, dtype="float32", ctx=2048, progress=False, weights=weights
         )
         (done,) = llm.generate(["The capital of France is"], SamplingParams(16, temperature=0))
         found.append(done.token_ids)

@@ -11,13 +11,12 @@ from jaxllm import LLM
 from jaxllm.perplexity import perplexity
 
 pytestmark = [pytest.mark.slow]
-TEXTS = ("ppl_licence.txt", "ppl_pydoc.txt")
-NAMES = ("smollm2-135m", "gemma3-270m")
-MODELS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES]
+TEXTS = {"smollm2-135m": "ppl_licence.txt", "gemma3-270m": "ppl_pydoc.txt"}
+MODELS = [pytest.param(*item, marks=pytest.mark.xdist_group(item[0])) for item in TEXTS.items()]
 
 
 def load(path: Path, **arguments: object) -> LLM:
-    return LLM.from_gguf(path, dtype="float32", ctx=512, progress=False, **arguments)  # type: ignore
+    return LLM.from_gguf(path, dtype="float32", ctx=2048, progress=False, **arguments)  # type: ignore
 
 
 def ids_of(llm: LLM, shared: Path, text: str) -> list[int]:
@@ -25,20 +24,21 @@ def ids_of(llm: LLM, shared: Path, text: str) -> list[int]:
     return llm.tokenizer.encode((shared / "refs" / text).read_text("utf-8").removesuffix("\n"))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_perplexity_of_transformers(name: str, shared: Path, request: pytest.FixtureRequest):
+@pytest.mark.parametrize(("name", "text"), MODELS)
+def test_perplexity_of_transformers(
+    name: str, text: str, shared: Path, request: pytest.FixtureRequest
+):
     path = request.getfixturevalue({"smollm2-135m": "smollm2_path"}.get(name, "gemma3_path"))
     reference = json.loads((shared / "refs" / f"{name}.json").read_text("utf-8"))
     llm = load(path, devices=1)
-    for text in TEXTS:
-        ids = ids_of(llm, shared, text)
-        assert len(ids) == reference["perplexity"][text]["tokens"]
-        found = perplexity(llm, ids)
-        assert found.value == pytest.approx(reference["hf"]["ppl"][text], rel=1e-3)
-        other = reference["perplexity"][text]["f16_fa0"]  # llama.cpp rounds activations
-        assert found.scored == other["scored"]
-        assert found.error == pytest.approx(other["stderr"], rel=0.02)
-        assert found.chunk_nll == pytest.approx(other["chunk_nll"], rel=0.02)
+    ids = ids_of(llm, shared, text)
+    assert len(ids) == reference["perplexity"][text]["tokens"]
+    found = perplexity(llm, ids)
+    assert found.value == pytest.approx(reference["hf"]["ppl"][text], rel=1e-3)
+    other = reference["perplexity"][text]["f16_fa0"]  # llama.cpp rounds activations
+    assert found.scored == other["scored"]
+    assert found.error == pytest.approx(other["stderr"], rel=0.02)
+    assert found.chunk_nll == pytest.approx(other["chunk_nll"], rel=0.02)
 
 
 @pytest.mark.xdist_group("smollm2-135m")
@@ -53,5 +53,6 @@ def test_perplexity_is_the_same_wherever_the_cache_is(smollm2_path: Path, shared
     values = []
     for placement in placements:
         llm = load(smollm2_path, **placement)
-        values.append(f"{perplexity(llm, ids_of(llm, shared, TEXTS[0]), chunks=2).value:.4f}")
+        ids = ids_of(llm, shared, TEXTS["smollm2-135m"])
+        values.append(f"{perplexity(llm, ids, chunks=2).value:.4f}")
     assert len(set(values)) == 1, values

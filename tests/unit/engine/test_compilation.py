@@ -45,7 +45,6 @@ def test_a_compilation_is_heard():
     assert found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "uneven, device"])  # as host
 def test_nothing_is_compiled_after_a_warm_up(kind: str):
     """Over 600 tokens, through pages, groups of pages and chunks of every size."""
@@ -66,7 +65,6 @@ def test_pages_of_a_chunk_that_are_taken_apart_compile_nothing():
     assert len(found) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fused", "uneven, host"])
 def test_windows_and_smaller_groups(kind: str):
     """Pages that leave a window cut their group."""
