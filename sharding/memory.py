@@ -53,7 +53,7 @@ def check_host(plan: Plan) -> None:
     if free is not None and needed > free:
         raise PlanError(
             f"the plan takes {needed} bytes of host memory and {free} are free; lower the context"
-            " (-c), the sequences (-np), -ub or --page."
+            " (-c), the sequences (-np), -ub, --page or --tail-pages."
         )
 
 

@@ -95,8 +95,9 @@ class StagedEngine(Engine):
         ]
         self.roles = [cfg.role for cfg in models[0].cfg.layers]
         self.orders = {encode: models[0].cfg.of_step(encode) for encode in (False, True)}
-        read = [own if i in self.orders[False] else None for i, own in enumerate(self.owners)]
-        self.streams = [PageStream(s, read, options.prefetch) for s in self.stores]
+        self.streams = [
+            PageStream(s, self._read_by(i), options.prefetch) for i, s in enumerate(self.stores)
+        ]
         for stream in self.streams:
             stream.peers = self.streams
         self.rings = [self._empty_rings(i) for i in range(len(devices))]
@@ -112,6 +113,14 @@ class StagedEngine(Engine):
                 window = models[device].cfg.layers[layer].window
                 if window is not None:
                     self.window_layers.setdefault(window, []).append((device, layer))
+
+    def _read_by(self, device: int) -> list[int | None]:
+        """Whose pages each layer reads on a device; None where it has no attention there."""
+        order = self.orders[False]
+        return [
+            own if i in order and device in self.plan.layers[i].attn_devices else None
+            for i, own in enumerate(self.owners)
+        ]
 
     def _empty_rings(self, device: int) -> dict[int, Ring]:
         options, model = self.plan.options, self.models[device]

@@ -97,6 +97,13 @@ def test_stages_fold_what_programs_of_their_own_do(
     assert (max(count for count, groups in programs if groups) > 1) == (prefetch > 1)
 
 
+def test_stages_of_whole_layers_run_together(programs: list[tuple[int, int]]):
+    """On each device, which has no pages of the others' layers."""
+    llm = make_llm(DEEP, kv="host", ctx=256, devices=2, split_mode="layer", prefetch=16)
+    run(llm, random_ids(20), [1] * 20)
+    assert max(count for count, groups in programs if groups) > 1
+
+
 def test_rows_of_a_batch(request: Any):
     """That begin together, end one after the other and leave groups of several rows."""
     prompts = [random_ids(n, seed=n) for n in (70, 20, 45)]

@@ -453,7 +453,8 @@ def test_logits_of_lists(kind: str):
 
 def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pytest.MonkeyPatch):
     """It comes when the rings are given away and their successors are not yet kept."""
-    for kind, module, name in (("fused", fused, "greedy_step"), ("host", staged_step, "run_stages")):
+    programs = ("fused", fused, "greedy_step"), ("host", staged_step, "run_stages")
+    for kind, module, name in programs:
         llm = _llm(kind)
         expected = llm.generate([random_ids(20)], greedy(5))[0].token_ids
         right, calls = getattr(module, name), iter(range(100))
