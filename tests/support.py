@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import numpy as np
 
 from jaxllm import LLM, LayerConfig, ModelConfig, Rope
 from jaxllm.engine.generate import encode, prefill
+from sharding.links import Link
 
 PAGE = 16
 PLACES = ("device", "pinned", "pageable")
@@ -187,3 +189,20 @@ def compilations() -> Iterator[list[float]]:
         yield found
     finally:
         _running.remove(found)
+
+
+class CountingLink(Link):
+    """Counts what it has sent and somebody still has, in groups and in bytes."""
+
+    def __init__(self, device: Any):
+        super().__init__(device)
+        self.sent: list[tuple[weakref.ref, int]] = []
+        self.most = self.most_bytes = 0
+
+    def send(self, groups: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        sent = super().send(groups)
+        self.sent = [(one, size) for one, size in self.sent if one() is not None]
+        self.sent += [(weakref.ref(own[0]), sum(a.nbytes for a in own)) for own in sent]
+        self.most = max(self.most, len(self.sent))
+        self.most_bytes = max(self.most_bytes, sum(size for _, size in self.sent))
+        return sent

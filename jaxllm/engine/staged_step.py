@@ -219,12 +219,15 @@ class StagedStep:
         """Run the stages that wait on a device, as one program."""
         engine = self.engine
         engine.at_work = device
-        given, rings, states, works, here, there = zip(*self.waiting.pop(device), strict=True)
+        waiting = self.waiting.pop(device)
+        given, rings, states, works, here, there = zip(*waiting, strict=True)
         packed, page = self.packed[device], engine.page
         results = run_stages(given, rings, states, packed, works=works, page=page, keep=self.keep)
-        del given  # by now nothing may keep the groups
-        for folded in [each.folded for each in results if each.folded is not None][-1:]:
-            engine.streams[device].done(folded)
+        del given
+        waiting.clear()  # which the caller has, too: by now nothing may keep the groups
+        folded = [each.folded for each in results if each.folded is not None]
+        if folded:
+            engine.streams[device].done(folded[-1])
         for visit in self.visits.pop(device, ()):
             assert next(visit, None) is None
         for each, begun in zip(results, there, strict=True):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,8 +14,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.cache.stream import PageStream
 from jaxllm.testing import assert_weights_as_planned, random_llm
 from scenarios.runs import alone, check, config, counts
-from sharding.links import Link
-from support import assert_close, random_ids, run
+from support import CountingLink, assert_close, random_ids, run
 
 pytestmark = pytest.mark.xdist_group("bytes")
 CTX = 128
@@ -77,28 +75,12 @@ def test_staging_stays_within_the_plan(cut: dict, prefetch: int):
         assert group <= max(size for _, size in notes) <= plan.staging_bytes(device)
 
 
-class _Counting(Link):
-    """Counts what it has sent and somebody still has."""
-
-    def __init__(self, device: Any):
-        super().__init__(device)
-        self.sent: list[weakref.ref] = []
-        self.most = 0
-
-    def send(self, groups: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-        sent = super().send(groups)
-        self.sent = [one for one in self.sent if one() is not None]
-        self.sent += [weakref.ref(pages[0]) for pages in sent]
-        self.most = max(self.most, len(self.sent))
-        return sent
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("cut", [dict(devices=1), dict(devices=2, split_mode="tensor")])
 def test_no_more_groups_are_alive_than_may_be(cut: dict, prefetch: int):
     llm = random_llm(config(8, 4), kv="host", prefetch=prefetch, group_pages=1, **cut)
     for stream in llm.engine.streams:
-        stream.link = _Counting(stream.store.device)
+        stream.link = CountingLink(stream.store.device)
     run(llm, random_ids(60), [1] * 8)
     assert {stream.link.most for stream in llm.engine.streams} == {max(1, prefetch)}
 

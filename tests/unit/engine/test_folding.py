@@ -16,6 +16,7 @@ from jaxllm.cache.attention import Carry, attend_pages, start_carry
 from jaxllm.cache.flash import Parts
 from jaxllm.engine import folding, staged_step, stages
 from support import (
+    CountingLink,
     compilations,
     layer_config,
     make_llm,
@@ -102,6 +103,17 @@ def test_stages_of_whole_layers_run_together(programs: list[tuple[int, int]]):
     llm = make_llm(DEEP, kv="host", ctx=256, devices=2, split_mode="layer", prefetch=16)
     run(llm, random_ids(20), [1] * 20)
     assert max(count for count, groups in programs if groups) > 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 2, 4])
+def test_no_more_is_alive_than_was_planned(kernel: None, prefetch: int):
+    """A group is gone when its stage has begun, before the next copy gets its room."""
+    llm = make_llm(DEEP, kv="host", ctx=256, group_pages=4, prefetch=prefetch)
+    [stream] = llm.engine.streams
+    stream.link = link = CountingLink(stream.store.device)
+    run(llm, random_ids(20), [1] * 130)
+    assert link.most_bytes == llm.plan.staging_bytes(0)
+    assert link.most <= stream.most
 
 
 def test_rows_of_a_batch(request: Any):
