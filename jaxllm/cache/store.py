@@ -136,14 +136,17 @@ class PageStore:
             found.append((group, self._groups.table(group, seen_by, rows)))
         return found
 
-    def row_pages(self, layer: int, row: int) -> Iterator[tuple[int, Pages]]:
+    def row_pages(
+        self, layer: int, row: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, Pages]]:
         """First position and arrays [K, P, ...] in host memory of each page of a row, parked or
-        not, in ascending order."""
+        not, in ascending order: of those that begin at `start` or later, and before `stop`."""
         for group in self._in_order(layer, {row}):
-            pages = tuple(np.asarray(p) for p in group.pages)
-            for i, first in enumerate(group.firsts):
-                if row in group.rows_of(i):
-                    yield first, tuple(p[i] for p in pages)
+            own = [(i, first) for i, first in enumerate(group.firsts) if row in group.rows_of(i)]
+            own = [(i, n) for i, n in own if n >= start and (stop is None or n < stop)]
+            pages = tuple(np.asarray(p) for p in group.pages) if own else ()
+            for i, first in own:
+                yield first, tuple(p[i] for p in pages)
 
     def held_bytes(self) -> dict[Place, int]:
         """Bytes of the pages held, by place; of those that rows share, once."""

@@ -11,7 +11,6 @@ by one program; stages run together only where all layers have groups alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +18,6 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxllm.cache.groups import group_sizes
 from jaxllm.cache.stream import Arrived
 from jaxllm.models.layers import Array, Device
 from sharding import PlanOptions
@@ -35,10 +33,9 @@ TOGETHER = 4  # stages of one program, at most
 FOLDED = 3  # groups that a stage folds, at most: so many of one size precede one of the next
 
 
-def folded_sizes(options: PlanOptions) -> Iterator[int]:
-    """The pages of groups that a stage folds: as many as leave a tail together, or larger."""
-    least = min(options.tail_pages, options.group_pages)
-    return (size for size in group_sizes(options.group_pages) if size >= least)
+def folds_size(size: int, options: PlanOptions) -> bool:
+    """Whether a stage folds groups of so many pages: as many as leave a tail together, or more."""
+    return size >= min(options.tail_pages, options.group_pages)
 
 
 def _most(size: int, options: PlanOptions) -> int:
@@ -61,7 +58,7 @@ class Folding:
         if not coming or not self._folds(own):
             return 0
         size = len(coming[-1].firsts)
-        if size not in folded_sizes(self.options):
+        if not folds_size(size, self.options):
             return 0
         for group in reversed(coming[-_most(size, self.options) :]):
             room -= group.nbytes

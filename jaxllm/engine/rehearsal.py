@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxllm.cache.groups import group_sizes
 from jaxllm.engine.base import frees_on_failure
-from jaxllm.engine.folding import folded_sizes
+from jaxllm.engine.folding import folds_size
 from sharding import Role
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def _groups(engine: StagedEngine, chunk: int) -> Iterator[int]:
             for layer in range(len(engine.plan.layers)):
                 store.trim(layer, 0, options.page)
     if chunk == 1 and engine.kernels:
-        sizes = [size for size in folded_sizes(options) if size * options.page < options.ctx]
+        every = [size for size in group_sizes(options.group_pages) if folds_size(size, options)]
+        sizes = [size for size in every if size * options.page < options.ctx]
         for size in (0, *sizes):
             _hold_pages(engine, sizes[:1] * (size // sizes[0]) if size else (), everywhere=True)
             for engine.stages in ("folding", "together"):

@@ -317,7 +317,7 @@ class StagedEngine(Engine):
         them, as they would be there if it had computed them itself."""
         for model, store, rings in zip(self.models, self.stores, self.rings, strict=True):
             for index in [i for i in rings if self.roles[i] == "decoder"]:
-                pages = [each for each in store.row_pages(index, source) if each[0] >= floor]
+                pages = list(store.row_pages(index, source, floor, length))
                 kept = [split_page(model.cfg.layers[index], own) for _, own in pages]
                 k, v = (np.concatenate(side, axis=1) for side in zip(*kept, strict=True))
                 tail = LayerRow(k, v, pages[0][0]).positions(floor, length)

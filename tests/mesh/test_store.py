@@ -147,6 +147,8 @@ class Model:
         assert sum(self.store.held_bytes().values()) == SIZE * len(made)
         for (layer, row), own in self.held.items():
             found = dict(self.store.row_pages(layer, row))
+            some = dict(self.store.row_pages(layer, row, PAGE, 3 * PAGE))
+            assert list(some) == [first for first in found if PAGE <= first < 3 * PAGE]
             assert list(found) == list(own)
             for first, arrays in found.items():
                 for page, whole in zip(arrays, _page(layer, own[first], self.arrays), strict=True):
