@@ -8,11 +8,13 @@ from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-# For `compiler_options` of programs with loops whose length the device computes: as part of a CUDA
-# graph a loop goes on without the host, which is otherwise asked before each turn. CPUs ignore it.
-DEVICE_LOOPS = {
+# For `compiler_options` of programs that are recorded as CUDA graphs; CPUs ignore it. A loop whose
+# length the device computes is part of the graph and goes on without the host, which is otherwise
+# asked before each turn; kernels that need nothing of each other run at the same time.
+CUDA_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
-    "DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+    "DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 
 # For programs over several GPUs: sums over devices stay in the order of the other kernels. On

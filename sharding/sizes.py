@@ -110,10 +110,11 @@ def compute_bytes(plan: Plan, device: int) -> int:
 
     Counted are, for the longest chunk or the whole batch: residuals and partials; queries and
     carries that a layer's programs hand on; projections and layouts of queries, keys and values;
-    scores of a block, before and after the exponential, and their biases; what queries keep of the
-    keys that they choose; gate, up and their product; a mixture's rows by expert and the expert
-    that is multiplied; logits; the largest matrix that is unpacked. Not counted are weights that a
-    backend converts (XLA:CPU makes float32 of 16-bit ones) and rings that it copies.
+    scores of a block, before and after the exponential, and their biases, or a ring as a kernel
+    reads it; what queries keep of the keys that they choose; gate, up and their product; a
+    mixture's rows by expert and the expert that is multiplied; logits; the largest matrix that is
+    unpacked. Not counted are weights that a backend converts (XLA:CPU makes float32 of 16-bit ones)
+    and rings that it copies.
     """
     if device not in plan.used_devices:
         return 0
@@ -195,12 +196,27 @@ def _attention(plan: Plan, index: int, groups: int, tokens: int) -> tuple[int, i
     scores = (3 if shape.biased else 2) * tokens * heads * block * 4
     kept, mixed = _choice(shape, groups, heads, block, options.itemsize)
     handed_on = queries + carry + tokens * kept
+    decoded = _decoded(plan, index, groups)
     if staged:
         before = 4 * queries + 2 * keys_values + carry + tokens * kept
-        return handed_on, max(before, 2 * queries + 4 * carry + scores + tokens * mixed)
+        own = 2 * queries + 4 * carry
+        rows = options.slots * (own // tokens + decoded)  # each of which has one token
+        return handed_on, max(before, own + max(scores + tokens * mixed, decoded), rows)
+    scores = max(scores, decoded)
     tiles = 2 * carry if tokens > 128 else 0  # those of a chunk's own keys, and put together
     whole = 3 * queries + 2 * keys_values + 3 * carry + tiles + scores + tokens * mixed
     return handed_on, whole
+
+
+def _decoded(plan: Plan, index: int, groups: int) -> int:
+    """Of a row's ring as a kernel is given it, which reads values of 16 bits alone, where the cache
+    has them in another size."""
+    shape, options = plan.model.layers[index], plan.options
+    values = (shape.k_dim + shape.v_dim) * options.itemsize
+    stored = position_bytes(shape, options)
+    if options.itemsize != 2 or shape.k_only or stored == values:
+        return 0
+    return groups * ring_positions(plan.engine, options, shape.window, shape.role) * values
 
 
 def _choice(

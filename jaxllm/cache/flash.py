@@ -1,7 +1,7 @@
 """Attention over rings and pages by a kernel, on devices that have one.
 
 `attend_flash` stands for `attend_ring`, `attend_span` and `attend_tail`, `attend_pages_flash` for
-`attend_pages`. Those are the reference; `flashes` and `flashes_pages` say where the kernel does
+`attend_pages`. Those are the reference; `flashes` and `flashes_context` say where the kernel does
 what a layer asks for.
 """
 
@@ -31,21 +31,26 @@ def has_kernel(device: Any) -> bool:
 
 def flashes(cfg: LayerConfig, count: int, dtype: Any, capacity: int) -> bool:
     """Whether the kernel does what a layer asks for: for `count` tokens of each row in this type,
-    over rings of this capacity."""
-    types = {jnp.dtype(dtype), jnp.dtype(cfg.cache.k.dtype), jnp.dtype(cfg.cache.v.dtype)}
-    return len(types) == 1 and flashes_pages(cfg, count, dtype, capacity)
-
-
-def flashes_pages(cfg: LayerConfig, count: int, dtype: Any, page: int) -> bool:
-    """The same over pages of so many positions, in a cache of any type."""
+    over rings of this capacity, or pages of so many positions."""
     return (
         cfg.causal
         and not (cfg.chunked or cfg.alibi or cfg.relative or cfg.latent or cfg.indexer)
         and jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
         and {cfg.k_dim, cfg.v_dim} <= {*WIDTHS}
-        and page % BLOCK == 0
+        and capacity % BLOCK == 0
         and (count % (2 * ROWS) == 0 or (count == 1 and cfg.q_per_kv <= ROWS - 8))
     )
+
+
+def flashes_context(cfg: LayerConfig, count: int, dtype: Any, capacity: int) -> bool:
+    """The same over rings of a whole context. One token pays for no ring that has to be decoded,
+    as all of it is, however little of it the token sees."""
+    return flashes(cfg, count, dtype, capacity) and (count > 1 or _stored_as(cfg, dtype))
+
+
+def _stored_as(cfg: LayerConfig, dtype: Any) -> bool:
+    """Whether a cache has its values in this type, as the kernel reads them."""
+    return {jnp.dtype(each.dtype) for each in (cfg.cache.k, cfg.cache.v)} == {jnp.dtype(dtype)}
 
 
 class Tiles(NamedTuple):
@@ -98,10 +103,12 @@ def attend_flash(
     does."""
     from jaxllm.cache.flash_kernel import flash  # takes a second, and most devices have no use
 
+    keys, cut = (ring.k, ring.v), _cut(cfg, q, ring.capacity)
+    if not _stored_as(cfg, q.dtype):
+        k, v = (jax.lax.dynamic_slice_in_dim(a, row, len(q)) for a in keys)
+        keys, row = decode_block(cfg, q, k, v), jnp.zeros_like(row)
     floor = jnp.zeros((len(q),), jnp.int32) if floor is None else floor
-    at = jnp.concatenate([positions[:, 0], floor, row[None]])
-    cut, how = _cut(cfg, q, ring.capacity), _scores(cfg)
-    found = flash(_flat(q), (ring.k, ring.v), at, q.shape[3], how, cut)
+    found = flash(_flat(q), keys, _places(positions, floor, row), q.shape[3], _scores(cfg), cut)
     return with_parts(carry, Parts(*found), q)
 
 
@@ -122,16 +129,15 @@ def attend_pages_flash(
     table: jax.Array,
     row: jax.Array,
     positions: jax.Array,
+    floor: jax.Array,
 ) -> Parts:
-    """Fold a group of full pages, as `attend_pages` does."""
+    """Fold a group of full pages, as `attend_pages` does; their ring's floor [N] is not read."""
     from jaxllm.cache.flash_kernel import flash  # takes a second, and most devices have no use
 
-    if len(pages) > 1 or cfg.cache.k.dtype != q.dtype:
+    if not _stored_as(cfg, q.dtype):
         pages = decode_block(cfg, q, *split_page(cfg, pages))
-    count, _, page, _ = next(iter(pages)).shape
-    at = jnp.concatenate([positions[:, 0], row[None], table])
-    cut, how = _cut_pages(cfg, q, page), _scores(cfg)
-    return Parts(*flash(_flat(q), pages, at, q.shape[3], how, cut, count, before))
+    cut, places = _cut_pages(cfg, q, pages[0].shape[2]), _places(positions, floor, row)
+    return Parts(*flash(_flat(q), pages, places, q.shape[3], _scores(cfg), cut, table, before))
 
 
 def with_parts(carry: Carry, parts: Parts, q: jax.Array) -> Carry:
@@ -152,6 +158,11 @@ def with_parts(carry: Carry, parts: Parts, q: jax.Array) -> Carry:
         l=carry.l * old + l * new,
         acc=carry.acc * old[..., None] + acc * new[..., None],
     )
+
+
+def _places(positions: jax.Array, floor: jax.Array, row: jax.Array) -> jax.Array:
+    """What `flash` takes; of a ring and of the pages before it alike, so that they share it."""
+    return jnp.concatenate([positions[:, 0], floor, row[None]])
 
 
 def _scores(cfg: LayerConfig) -> Scores:

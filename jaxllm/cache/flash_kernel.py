@@ -41,20 +41,20 @@ class _Span(NamedTuple):
 def flash(
     q: jax.Array,
     keys: tuple[jax.Array, ...],
-    at: jax.Array,
+    places: jax.Array,
     length: int,
     how: Scores,
     cut: Tiles,
-    pages: int | None = None,
+    table: jax.Array | None = None,
     before: tuple[jax.Array, ...] = (),
 ) -> list[jax.Array]:
     """Queries q [N, K, Q, H] over rings k [B, K, C, H] and v [B, K, C, Hv], or over a group of
     pages, which look alike and may have keys and values joined in one array.
 
     Query j of a row is at position start + j mod length; a negative start is of a row that sees
-    nothing. `at`, int32, has of rings the starts [N], the positions [N] where they begin to count
-    (multiples of a block) and the ring of the first row; of pages the starts [N], the number of the
-    first row, and the table that `attend_pages` takes.
+    nothing. `places`, int32, has the starts [N], the positions [N] where rings begin to count
+    (multiples of a block) and the number of the first row. A group of pages comes with the table
+    that `attend_pages` takes.
 
     Returns m and l [N, parts, K, Q] and acc [N, parts, K, Q, Hv] as a `Carry` has them, float32, m
     for powers of two. `before` has the same of keys folded earlier. Each part has its own blocks of
@@ -64,14 +64,15 @@ def flash(
     dtype = q.dtype
     groups, block, stages, parts, kept = cut
     tile, size = groups * ROWS, keys[0].shape[2] // block
-    count = queries // tile
+    count, given = queries // tile, () if table is None else (table,)
+    pages = None if table is None else len(keys[0])
     scale = how.scale * log2(e) if how.softcap is None else how.scale
     k_columns = pl.ds(0, width)
     v_columns = pl.ds(width if len(keys) == 1 else 0, how.v_dim)
 
     def body(q_ref: Any, *refs: Any) -> None:
         k_ref, v_ref, at_ref = refs[0], refs[len(keys) - 1], refs[len(keys)]
-        rest = refs[len(keys) + 1 :]
+        table_ref, rest = refs[len(keys) + len(given)], refs[len(keys) + len(given) + 1 :]
         before_refs, rest = rest[: len(before)], rest[len(before) :]
         m_ref, l_ref, acc_ref, q_smem, union, v_smem, sums, *barriers = rest
         k_smem, acc_smem = union
@@ -102,14 +103,14 @@ def flash(
             return _Span(at_ref[2 * n] + row, zero, low, whole, high)
 
         def page(i: Any) -> _Span:
-            assert pages is not None
-            firsts, rows = n + 1, n + 1 + pages  # where these parts of the table begin
-            turn, folds, mine = at_ref[at.size - 2], at_ref[at.size - 1], at_ref[n] + row
+            assert pages is not None and table is not None
+            turn, folds = table_ref[table.size - 2], table_ref[table.size - 1]
+            mine = at_ref[2 * n] + row
             listed = lax.div(folds, jnp.int32(pages))  # rows that have every page
-            has = reduce(or_, ((j < listed) & (at_ref[rows + j] == mine) for j in range(n)))
+            has = reduce(or_, ((j < listed) & (table_ref[pages + j] == mine) for j in range(n)))
             if pages > 1:  # or each page has a row of its own
-                has = jnp.where(turn == 1, at_ref[rows + i] == mine, has)
-            base, share = at_ref[firsts + i], -(-size // parts)
+                has = jnp.where(turn == 1, table_ref[pages + i] == mine, has)
+            base, share = table_ref[i], -(-size // parts)
             low = part * share
             high = jnp.minimum(jnp.int32(size), low + share)
             high = jnp.where(has & (last >= base), jnp.maximum(low, high), low)
@@ -271,4 +272,4 @@ def flash(
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(q, *keys, at, *before)
+    return kernel(q, *keys, places, *given, *before)

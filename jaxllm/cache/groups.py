@@ -141,8 +141,9 @@ class HostMemory:
 class GroupMaker:
     """Makes the groups of one device, of up to `largest` pages.
 
-    An accelerator joins groups of pinned memory, whose link is faster than a thread that copies:
-    as many at a time as make one of the largest, in the room that steps take for computing.
+    An accelerator joins groups of pinned memory, whose link is faster than a thread that copies: as
+    many at a time as make two of the largest, so that one comes while another goes, in the room
+    that steps take for computing.
     """
 
     def __init__(self, device: Device, largest: int, host: HostMemory):
@@ -192,7 +193,7 @@ class GroupMaker:
 
     def _wait_for_joins(self, pages: int) -> None:
         """Until so many more pages may be joined on the device."""
-        while sum(len(group.firsts) for group in self._joined) > self.sizes[-1] - pages:
+        while sum(len(group.firsts) for group in self._joined) > 2 * self.sizes[-1] - pages:
             jax.block_until_ready(self._joined.popleft().pages)
 
     def cut(self, group: Group, index: Sequence[int]) -> Iterator[Group]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jaxllm.cache.attention import Ring, attend_ring, attend_span, empty_ring
-from jaxllm.cache.flash import attend_flash, flashes
+from jaxllm.cache.flash import attend_flash, flashes_context
 from jaxllm.engine.local import (
     State,
     Step,
@@ -108,7 +108,7 @@ def _layer(
         read_from = ring if other is None else other
         assert read_from is not None
         at = step.seen_from(cfg)
-        if kernels and flashes(cfg, x.shape[1], x.dtype, read_from.capacity):
+        if kernels and flashes_context(cfg, x.shape[1], x.dtype, read_from.capacity):
             carry = attend_flash(cfg, carry, q, read_from, step.row, at)
         elif span is None:
             carry = attend_ring(cfg, carry, q, read_from, step.row, at)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxllm.cache.attention import decode_spans
-from jaxllm.cache.flash import flashes
+from jaxllm.cache.flash import flashes_context
 from jaxllm.engine.base import Engine, Logits, frees_on_failure, merge_logits, merge_top
 from jaxllm.engine.forward import Cache, empty_cache
 from jaxllm.engine.fused_step import (
@@ -97,7 +97,7 @@ class FusedEngine(Engine):
         layers, options = self.model.cfg.layers, self.plan.options
         windows = {i: layers[i].window for i in self.model.cfg.cached}
         return self.kernels and all(
-            flashes(layers[i], 1, dtype, ring_positions("fused", options, window))
+            flashes_context(layers[i], 1, dtype, ring_positions("fused", options, window))
             for i, window in windows.items()
         )
 

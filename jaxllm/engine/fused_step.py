@@ -15,7 +15,7 @@ from jaxllm.engine.local import NO_TOKEN, State, Step, Top, head_logits, unpack_
 from jaxllm.models.block import BlockDef
 from jaxllm.models.layers import Array
 from jaxllm.models.weights import Leaves, LocalModel
-from jaxllm.runtime import DEVICE_LOOPS, SUMS_IN_ORDER
+from jaxllm.runtime import CUDA_GRAPHS, SUMS_IN_ORDER
 
 AXIS = "devices"
 
@@ -57,7 +57,7 @@ def _total(mesh: JaxMesh | None) -> Total:
 
 
 _program = partial(
-    jax.jit, donate_argnames=("cache",), compiler_options=DEVICE_LOOPS | SUMS_IN_ORDER
+    jax.jit, donate_argnames=("cache",), compiler_options=CUDA_GRAPHS | SUMS_IN_ORDER
 )
 
 

@@ -118,14 +118,19 @@ def begin_attention(
     if ring is not None and k is not None and v is not None:
         ring = _write(cfg, ring, k, v, step)
     q = queries_first(q)
-    slopes = None if block.slopes is None else block.slopes[...] / cfg.scale
-    sinks = None if block.sinks is None else block.sinks[...]
     biases = None
     if block.relative is not None:
         found = block.relative()
         biases = Biases(jnp.broadcast_to(found, (len(q), *found.shape)), step.positions)
-    carry = start_carry(q, cfg.v_dim, slopes, sinks)
-    return q, carry._replace(kept=kept, biases=biases), ring
+    return q, start_attention(block, cfg, q)._replace(kept=kept, biases=biases), ring
+
+
+def start_attention(block: Block, cfg: LayerConfig, q: Array) -> Carry:
+    """The carry of queries [N, K, G, T, H] that have seen nothing, in a layer without an indexer
+    and without biases by distance but linear ones."""
+    slopes = None if block.slopes is None else block.slopes[...] / cfg.scale
+    sinks = None if block.sinks is None else block.sinks[...]
+    return start_carry(q, cfg.v_dim, slopes, sinks)
 
 
 def _write(cfg: LayerConfig, ring: Ring, k: Array, v: Array, step: Step) -> Ring:

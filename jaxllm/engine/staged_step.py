@@ -225,9 +225,8 @@ class StagedStep:
         results = run_stages(given, rings, states, packed, works=works, page=page, keep=self.keep)
         del given
         waiting.clear()  # which the caller has, too: by now nothing may keep the groups
-        folded = [each.folded for each in results if each.folded is not None]
-        if folded:
-            engine.streams[device].done(folded[-1])
+        if results[-1].folded is not None:
+            engine.streams[device].done(results[-1].folded)
         for visit in self.visits.pop(device, ()):
             assert next(visit, None) is None
         for each, begun in zip(results, there, strict=True):
@@ -303,9 +302,7 @@ class StagedStep:
     def _fold(self, device: int, index: int, pages: tuple[Array, ...], table: Array) -> None:
         self.engine.at_work = device
         here = self.engine.layers[device][index]
-        q, carry, parts = self.queries[device]
-        seen = carry if parts is None else parts
+        q, seen = self.queries[device]
         seen, result = attend(seen, q, pages, table, self.packed[device], here=here)
         self.engine.streams[device].done(result)
-        kept = {"carry": seen} if parts is None else {"parts": seen}
-        self.queries[device] = self.queries[device]._replace(**kept)
+        self.queries[device] = Queries(q, seen)

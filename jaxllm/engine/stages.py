@@ -26,7 +26,6 @@ from jaxllm.cache.flash import (
     attend_flash,
     attend_pages_flash,
     flashes,
-    flashes_pages,
     no_parts,
     with_parts,
 )
@@ -42,12 +41,13 @@ from jaxllm.engine.local import (
     head_logits,
     remember,
     run_recurrent,
+    start_attention,
     unpack_step,
 )
 from jaxllm.models.block import BlockDef, Midway
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Heads
-from jaxllm.runtime import DEVICE_LOOPS
+from jaxllm.runtime import CUDA_GRAPHS
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,21 +61,21 @@ class Layer:
     states: int
     kernels: bool  # whether the device has those of attention
 
-    def flashes(self, tokens: int, dtype: Any, page: int) -> bool:
-        """Whether a kernel folds pages into so many queries of a row."""
-        return self.kernels and flashes_pages(self.cfg, tokens, dtype, page)
+    def flashes(self, tokens: int, dtype: Any, positions: int) -> bool:
+        """Whether a kernel folds pages, or a tail, of so many positions into queries of so many
+        tokens of a row."""
+        return self.kernels and flashes(self.cfg, tokens, dtype, positions)
 
 
 layer_of = cache(Layer)
 
 
 class Queries(NamedTuple):
-    """What a device holds between a layer's stages: queries [N, K, G, T, H], their carry and, where
-    a kernel folds pages, what it has of these."""
+    """What a device holds between a layer's stages: queries [N, K, G, T, H] and what they have seen
+    of pages; where a kernel folds these no carry, which only begins afterwards."""
 
     q: Array
-    carry: Carry
-    parts: Parts | None
+    seen: Carry | Parts
 
 
 class StageIn(NamedTuple):
@@ -124,7 +124,7 @@ class Work(NamedTuple):
     jax.jit,
     static_argnames=("works", "page", "keep"),
     donate_argnames=("rings", "states"),
-    compiler_options=DEVICE_LOOPS,
+    compiler_options=CUDA_GRAPHS,
 )
 def run_stages(
     given: tuple[StageIn, ...],
@@ -140,16 +140,20 @@ def run_stages(
     that begin. The first is given all that it reads, others have residual, queries and tail from
     the one before, and of results only the last has all. With `keep` also states after fewer tokens
     (`run_recurrent`)."""
-    step = unpack_step(packed)
+    step, folded = unpack_step(packed), None
     found: list[StageOut] = []
     for own, ring, state, work in zip(given, rings, states, works, strict=True):
         if found:
             before = found.pop()
-            found.append(StageOut(ring=before.ring, folded=before.folded))
+            assert before.queries is not None
+            found.append(StageOut(ring=before.ring))
             # Stages round as they do alone: nothing is computed across the line between two.
-            x, queries = jax.lax.optimization_barrier((before.x, before.queries))
+            x, q = jax.lax.optimization_barrier((before.x, before.queries.q))
+            queries = before.queries._replace(q=q)  # that have seen nothing
             own = own._replace(x=x, queries=queries, tail=before.ring)
         found.append(_stage(own, ring, state, step, work=work, page=page, keep=keep))
+        folded = found[-1].folded if found[-1].folded is not None else folded
+    found[-1] = found[-1]._replace(folded=folded)
     return tuple(found)
 
 
@@ -201,27 +205,26 @@ def _stage(
                 heads = new.project(x)
                 total = new.head_squares(heads)
             q, carry, ring = begin_attention(new, there.cfg, heads, total, ring, step, chosen)
-            parts = (
-                no_parts(there.cfg, q, page) if there.flashes(x.shape[1], x.dtype, page) else None
-            )
-            begun, heads, total = Queries(q, carry, parts), None, None
+            kernel = there.flashes(x.shape[1], x.dtype, page)
+            begun = Queries(q, no_parts(there.cfg, q, page) if kernel else carry)
+            heads, total = None, None
         elif piece == "out":
             assert here is not None and x is not None
             total = given.mixed
             if not here.kv_heads:
                 continue
             assert given.queries is not None and given.tail is not None
-            q, carry, parts = given.queries
-            for pages, table in given.pages:
-                assert parts is not None
-                parts, folded = _fold_parts(parts, q, pages, table, step, here=here)
-            carry = carry if parts is None else with_parts(carry, parts, q)
-            tail, places = given.tail, (step.row, step.seen_from(here.cfg))
-            floor = step.floor_of(here.cfg)
-            if here.kernels and flashes(here.cfg, x.shape[1], x.dtype, tail.capacity):
-                carry = attend_flash(here.cfg, carry, q, tail, *places, floor)
+            (q, carry), tail = given.queries, given.tail
+            places = step.row, step.seen_from(here.cfg), step.floor_of(here.cfg)
+            if isinstance(carry, Parts):
+                parts = carry
+                for pages, table in given.pages:
+                    parts, folded = _fold_parts(parts, q, pages, table, step, here=here)
+                carry = with_parts(start_attention(old, here.cfg, q), parts, q)
+            if here.flashes(x.shape[1], x.dtype, tail.capacity):
+                carry = attend_flash(here.cfg, carry, q, tail, *places)
             else:
-                carry = attend_tail(here.cfg, carry, q, tail, *places, floor, page)
+                carry = attend_tail(here.cfg, carry, q, tail, *places, page)
             made = choice(here.cfg, carry)
             chosen = chosen if made is None else made
             own = end_attention(old, here.cfg, carry, q, x)
@@ -258,7 +261,7 @@ def _stage(
 
 
 @partial(
-    jax.jit, static_argnames=("here",), donate_argnames=("seen",), compiler_options=DEVICE_LOOPS
+    jax.jit, static_argnames=("here",), donate_argnames=("seen",), compiler_options=CUDA_GRAPHS
 )
 def attend(
     seen: Carry | Parts,
@@ -284,8 +287,8 @@ def _fold_parts(
     parts: Parts, q: Array, pages: tuple[Array, ...], table: Array, step: Step, *, here: Layer
 ) -> tuple[Parts, Array]:
     """`attend` by a kernel."""
-    places = table, step.row, step.seen_from(here.cfg)
-    parts = attend_pages_flash(here.cfg, parts, q, pages, *places)
+    places = step.row, step.seen_from(here.cfg), step.floor_of(here.cfg)
+    parts = attend_pages_flash(here.cfg, parts, q, pages, table, *places)
     return parts, parts.m[:1, :1, :1, :1]
 
 

@@ -116,17 +116,21 @@ def test_rings(case: tuple) -> None:
         _close(found[n], _expected(cfg, _wide(q[n]), k, v, np.asarray(positions[n]), k_pos))
 
 
-def test_a_tail_begins_at_its_floor() -> None:
-    cfg = _layer(8, 4, 128, None, None, "bf16")
-    floors, starts, capacity = (2048, 512), (2300, 515), 1024
-    ring = Ring(*(_normal(i, 2, 8, capacity, 128) for i in (1, 2)))
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+def test_a_tail_begins_at_its_floor(kind: str) -> None:
+    """Of rows that are not the first."""
+    cfg = _layer(8, 4, 128, None, None, kind)
+    floors, starts, capacity, row = (2048, 512), (2300, 515), 1024, 1
+    k, v = (_normal(i, 3, 8, capacity, 128) for i in (1, 2))
+    ring = Ring(cfg.cache.k.encode(k), cfg.cache.v.encode(v))
+    ks, vs = (cfg.cache.k.decode(side, 128, BF16) for side in ring)
     q, positions = _normal(3, 2, 8, 4, 1, 128), _positions(starts, 1)
     carry, floor = start_carry(q, 128), jnp.asarray(floors, jnp.int32)
-    run = jax.jit(lambda q, ring: attend_flash(cfg, carry, q, ring, jnp.int32(0), positions, floor))
-    found = _wide(finish(run(q, ring), BF16))
+    run = jax.jit(lambda q, ring, n: attend_flash(cfg, carry, q, ring, n, positions, floor))
+    found = _wide(finish(run(q, ring, jnp.int32(row)), BF16))
     for n, (first, start) in enumerate(zip(floors, starts, strict=True)):
         k_pos = np.arange(first, start + 1)
-        k, v = (_wide(side[n])[:, k_pos % capacity] for side in ring)
+        k, v = (_wide(side[row + n])[:, k_pos % capacity] for side in (ks, vs))
         _close(found[n], _expected(cfg, _wide(q[n]), k, v, np.asarray(positions[n]), k_pos))
 
 
@@ -153,6 +157,7 @@ def test_pages(case: tuple) -> None:
     q = _normal(5, len(starts), 4, 4, tokens, 128)
     positions = _positions(starts, tokens)
     table = jnp.asarray(page_table(firsts, rows, len(starts), one_each))
+    floor = jnp.zeros(len(starts), jnp.int32)
 
     @jax.jit
     def run(q: jax.Array, pages: tuple[jax.Array, ...], row: jax.Array) -> jax.Array:
@@ -162,7 +167,8 @@ def test_pages(case: tuple) -> None:
         weights = jnp.exp(scores * cfg.scale)
         acc = jnp.einsum("nkgtp,nkph->nkgth", weights, before_v.astype(jnp.float32))
         carry = Carry(jnp.zeros(q.shape[:-1]), weights.sum(axis=-1), acc)
-        done = attend_pages_flash(cfg, no_parts(cfg, q, page), q, pages, table, row, positions)
+        places = table, row, positions, floor
+        done = attend_pages_flash(cfg, no_parts(cfg, q, page), q, pages, *places)
         return finish(with_parts(carry, done, q), jnp.dtype(jnp.float32))
 
     found = _wide(run(q, join_page(*stored), jnp.int32(row)))
@@ -185,7 +191,7 @@ def test_how_pages_are_grouped_changes_no_bit() -> None:
     rows, firsts = (0, 1, 0, 0, 1, 0), (0, 0, 256, 512, 256, 768)
     for tokens, starts in ((1, (1100, 700)), (256, (1024,))):
         q = _normal(3, len(starts), 4, 4, tokens, 128)
-        positions = _positions(starts, tokens)
+        positions, floor = _positions(starts, tokens), jnp.zeros(len(starts), jnp.int32)
         results = []
         for groups in ((range(6),), (range(4), range(4, 6)), ((0, 2, 3, 5), (1, 4))):
             parts = no_parts(cfg, q, 256)
@@ -193,6 +199,6 @@ def test_how_pages_are_grouped_changes_no_bit() -> None:
                 own_firsts, own_rows = ([known[i] for i in group] for known in (firsts, rows))
                 table = jnp.asarray(page_table(own_firsts, own_rows, len(starts), one_each=True))
                 own = (pages[np.asarray(group)],)
-                parts = fold(cfg, parts, q, own, table, jnp.int32(0), positions)
+                parts = fold(cfg, parts, q, own, table, jnp.int32(0), positions, floor)
             results.append(b"".join(np.asarray(a).tobytes() for a in parts))
         assert len(set(results)) == 1, tokens

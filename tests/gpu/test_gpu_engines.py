@@ -37,12 +37,15 @@ def _llm(**arguments: Any) -> LLM:
     return LLM.from_config(_config(), **(settings | arguments))
 
 
+PROMPTS = (IDS, IDS[:300], IDS[:90], IDS[:600])
+
+
 def _run(llm: LLM) -> tuple[np.ndarray, list[tuple[int, ...]], list[Any]]:
     """Logits of a prompt; greedy tokens after prompts of several lengths, and what follows one of
     them alone, with their logprobs."""
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=2)
-    found = llm.generate([IDS, IDS[:300], IDS[:90]], params)
-    found += llm.generate([IDS[:600]], params)
+    *together, alone = PROMPTS
+    found = llm.generate(together, params) + llm.generate([alone], params)
     logprobs = [completion.logprobs for completion in found]
     return llm.logits(IDS), [completion.token_ids for completion in found], logprobs
 
@@ -77,7 +80,7 @@ def test_decoded_tokens_are_as_likely_as_float32_says(
 ) -> None:
     """Each is the likeliest, or as near to it as two logits of bfloat16 may be."""
     llm = _llm(devices=jax.devices("cpu")[:1], dtype="float32")
-    for prompt, tokens in zip((IDS, IDS[:300], IDS[:90]), fused[1], strict=True):
+    for prompt, tokens in zip(PROMPTS, fused[1], strict=True):
         logits = llm.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
         chosen = logits[np.arange(len(tokens)), list(tokens)]
         assert (logits.max(axis=1) - chosen < 0.1 * logits.std(axis=1)).all()

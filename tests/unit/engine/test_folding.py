@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from jaxllm import SamplingParams
-from jaxllm.cache.attention import Carry, attend_pages, start_carry
+from jaxllm.cache.attention import Carry, Ring, attend_pages, attend_tail, start_carry
 from jaxllm.cache.flash import Parts
 from jaxllm.engine import folding, staged_step, stages
 from support import (
+    PAGE,
     CountingLink,
     compilations,
     layer_config,
@@ -36,7 +37,12 @@ def _no_parts(cfg: Any, q: jax.Array, page: int) -> Parts:
 
 
 def _attend(cfg: Any, parts: Parts, q: jax.Array, *rest: Any) -> Parts:
+    *rest, _ = rest  # the floor
     return Parts(*attend_pages(cfg, Carry(*parts), q, *rest)[:3])
+
+
+def _attend_tail(cfg: Any, carry: Carry, q: jax.Array, tail: Ring, *places: Any) -> Carry:
+    return attend_tail(cfg, carry, q, tail, *places, PAGE)
 
 
 def _with_parts(carry: Carry, parts: Parts, q: jax.Array) -> Carry:
@@ -53,8 +59,8 @@ def _with_parts(carry: Carry, parts: Parts, q: jax.Array) -> Carry:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All devices have a kernel."""
     monkeypatch.setattr("jaxllm.planning.has_kernel", lambda device: True)
-    monkeypatch.setattr(stages, "flashes_pages", lambda *_: True)
-    monkeypatch.setattr(stages, "flashes", lambda *_: False)
+    monkeypatch.setattr(stages, "flashes", lambda *_: True)
+    monkeypatch.setattr(stages, "attend_flash", _attend_tail)
     monkeypatch.setattr(stages, "no_parts", _no_parts)
     monkeypatch.setattr(stages, "attend_pages_flash", _attend)
     monkeypatch.setattr(stages, "with_parts", _with_parts)
