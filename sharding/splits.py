@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from sharding.errors import ShareError
 from sharding.llama_cpp import llama_cpp_cut, llama_cpp_heads, mlp_granularity
@@ -38,22 +38,22 @@ class LayerPlan:
     shared_mlp: Ranges
     replication: int = 1
 
-    @property
+    @cached_property
     def attn_devices(self) -> tuple[int, ...]:
         """Devices with attention work."""
         return holders(self.groups)
 
-    @property
+    @cached_property
     def state_devices(self) -> tuple[int, ...]:
         """Devices with a part of a recurrent state."""
         return holders(self.states)
 
-    @property
+    @cached_property
     def mixer_devices(self) -> tuple[int, ...]:
         """Devices with work on other tokens: attention or a recurrent state."""
         return tuple(sorted({*self.attn_devices, *self.state_devices}))
 
-    @property
+    @cached_property
     def mlp_devices(self) -> tuple[int, ...]:
         """Devices with columns of an MLP."""
         return tuple(sorted({*holders(self.mlp), *holders(self.shared_mlp)}))

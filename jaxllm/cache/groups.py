@@ -50,7 +50,7 @@ class Group:
     mixed: bool = False
     tables: dict[tuple[Rows, int], Array] = field(default_factory=dict)  # see `GroupMaker.table`
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.pages)
 

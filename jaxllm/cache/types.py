@@ -63,7 +63,9 @@ class _Blocks(CacheType):
     def decode(self, stored: Array, dim: int, dtype: Any) -> Array:
         lead, size = stored.shape[:-1], SCALE_BYTES + self.code_bytes
         blocks = stored.reshape(*lead, dim // BLOCK, size)
-        scale = lax.bitcast_convert_type(blocks[..., :SCALE_BYTES], jnp.float16)
+        low, high = (blocks[..., i].astype(jnp.uint16) for i in range(SCALE_BYTES))
+        # Put together as a number: two bytes that become one element would be copied before.
+        scale = lax.bitcast_convert_type(low | high << 8, jnp.float16)
         # Exact in float32: a code has at most 8 bits and a scale 11.
         x = self.codes(blocks[..., SCALE_BYTES:]) * scale.astype(jnp.float32)[..., None]
         return x.reshape(*lead, dim).astype(dtype)
