@@ -113,8 +113,12 @@ def _codes(blocks: np.ndarray, stored: GGMLQuantizationType) -> np.ndarray:
     if stored is _Type.Q4_0:
         return low ^ np.uint8(0x88)  # less 8: signed
     if stored is _Type.Q4_K:
-        halves = _fields(low, 32, 4).reshape(*low.shape[:-1], -1, 2, 16)
-        return halves[..., 0, :] | (halves[..., 1, :] << np.uint8(4))
+        # 32 bytes have two blocks, one in their low and one in their high halves.
+        first, second = np.moveaxis(low.reshape(*low.shape[:-1], -1, 2, 16), -2, 0)
+        found = np.empty((*first.shape[:-1], 2, 16), np.uint8)
+        np.bitwise_or(first & np.uint8(15), second << np.uint8(4), out=found[..., 0, :])
+        np.bitwise_or(first >> np.uint8(4), second & np.uint8(240), out=found[..., 1, :])
+        return found
     if stored is _Type.Q6_K:
         return (_fields(low, 64, 4) | (_fields(blocks["qh"], 32, 2) << np.uint8(4))) - np.uint8(32)
     high = blocks["qh"]

@@ -31,6 +31,9 @@ from jaxllm.models.sections import Section
 from sharding import Context, Plan, TensorShape
 
 
+LOADERS = 16  # tensors that are read at a time, at most: each waits in host memory to be copied
+
+
 class Leaves(NamedTuple):
     """One device's arrays; vocab is int32 [2], its first vocabulary row and how many it has."""
 
@@ -240,8 +243,8 @@ Progress = Callable[[int], Any]  # called with bytes as they are done
 def _gather(
     work: list[tuple[Any, Callable[[], Any], int]], progress: Progress | None
 ) -> dict[Any, Any]:
-    """Run jobs (key, job, bytes) on a few threads; the results by key."""
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    """Run jobs (key, job, bytes) on a thread a core, some at most; the results by key."""
+    with ThreadPoolExecutor(min(LOADERS, os.cpu_count() or 1)) as pool:
         futures = [(key, pool.submit(job), size) for key, job, size in work]
         done = {}
         try:
