@@ -13,15 +13,15 @@ def ring_positions(
     """Positions a slot of a layer's ring on the device.
 
     With L = max(page, ubatch): the fused engine keeps the whole context rounded up to L, for a
-    window layer min(ctx, window + ubatch) rounded up; the staged engine keeps a tail of as many
-    pages as leave it together + ubatch rounded up, for every layer. Both keep L of a layer of an
-    encoder.
+    window layer min(ctx, window + ubatch) rounded up; the staged engine keeps a tail of
+    min(ctx, as many pages as leave it together + ubatch) rounded up, for every layer. Both keep L
+    of a layer of an encoder.
     """
     step = max(options.page, options.ubatch)
     if role == "encoder":
         return step
     if engine == "staged":
-        wanted = options.page * options.tail_pages + options.ubatch
+        wanted = min(options.ctx, options.page * options.tail_pages + options.ubatch)
     elif window is None:
         wanted = options.ctx
     else:
