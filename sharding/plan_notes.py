@@ -35,10 +35,9 @@ def ring_notes(plan: Plan) -> tuple[str, ...]:
     owners = any(shape.has_pages for shape in plan.model.layers)
     if not owners or ring < 2 * options.ctx:
         return ()
-    several = f" that has --tail-pages {options.tail_pages}" if options.tail_pages > 1 else ""
     return (
         f"a sequence takes {ring} positions of cache on the devices for a context of"
-        f" {options.ctx}, a multiple of --page {options.page} and -ub {options.ubatch}{several}:"
+        f" {options.ctx}, a multiple of --page {options.page} and -ub {options.ubatch}:"
         " smaller ones take less.",
     )
 
