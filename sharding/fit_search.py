@@ -11,6 +11,7 @@ from sharding.cost import CostModel
 from sharding.errors import DoesNotFit, FitError, PlanError
 from sharding.fit_joint import shares_of
 from sharding.fit_kinds import LAYERS, Kind, KindCuts, Sized, evenly, kinds_of
+from sharding.fit_room import taken
 from sharding.fit_tables import Cut, Workload
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions, SplitMode
@@ -213,7 +214,8 @@ class Search:
         """By which part a plan may be faster than one that takes so many, for all that `run` has
         proved; 0 where that is no more than what searches and predictions are rounded by."""
         ways, least = [way for ways in self.ways for way in ways], seconds
-        for part in PARTS:
+        for i, part in enumerate(PARTS):
+            self.tell("what is not proved", i, len(PARTS))
             least = min(least, seconds * part)
             for way in ways:
                 if way.proved < least:
@@ -310,8 +312,7 @@ class Search:
             yield replace(options, **shares)
 
     def _out(self) -> Iterator[tuple[str, str]]:
-        """Of every kind, what its weights lack; told of those of which no cut fits."""
-        size = sum(t.nbytes for t in self.tensors)
+        """Of every kind, what it takes; told of those of which no cut fits."""
         free = [d.free for d in self.mesh.devices]
         for kind in self._kinds:
             if kind.mode == "none":
@@ -319,7 +320,14 @@ class Search:
             else:
                 known = sorted((f for f in free if f is not None), reverse=True)
                 room = sum(known[: kind.n or None])
-            yield kind.name, f"does not fit: weights take {size} bytes of {room} free"
+            why = self.takes(room or 0, alone=kind.mode == "none")
+            yield kind.name, f"does not fit: {why} of {room} free"
+
+    def takes(self, room: int, alone: bool = False) -> str:
+        """What the model takes of so many bytes, in words; see `sharding.fit_room.taken`."""
+        size = sum(t.nbytes for t in self.tensors)
+        settings = [each for types in self.allowed.cache_types for each in self.settings(*types)]
+        return taken(self.model, size, room, settings, alone)
 
 
 def _check_room(plan: Plan) -> None:
