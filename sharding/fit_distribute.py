@@ -14,6 +14,7 @@ one set after the other is counted in sums, which leaves nothing open.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from sharding.fit_terms import Effort
 
 TRIES = 4  # prices, before one more set is counted
 TINY = 1e-6  # of whole numbers of blocks
-SMALL = 20000  # numbers that are sooner computed than left out
 
 
 class Distribution:
@@ -77,6 +77,16 @@ class Distribution:
         return self._effort.sums[key]
 
 
+class Ways(NamedTuple):
+    """All ways in which one more device leads to some `sums`: the sum `before`, and the option. Of
+    each sum they begin at one of the `starts`."""
+
+    sums: slice
+    starts: np.ndarray
+    before: np.ndarray
+    options: np.ndarray
+
+
 class Sums:
     """All sums up to `most` [D] that options of some of `n` devices, in any order, can lead to and
     on from; `adds` [O, D] is what an option adds. Of the first, `at_least`, more is as good as
@@ -114,31 +124,28 @@ class Sums:
         led_by = (used > 0) & (before[:, rest] < size)
         self._before = self._index[np.where(led_by, one_less, whole)]
         self._starts = np.searchsorted(used, np.arange(n + 2))
-        self._parts: dict[tuple[int, int], tuple[slice, np.ndarray]] = {}
+        self._parts: dict[tuple[int, int], Ways] = {}
 
     def best(self, worth: Floats, need: np.ndarray, least: Floats) -> tuple[np.ndarray, np.ndarray]:
         """In which boxes all sums that are not `at_least` some, `need` [N, at_least], can be
         `most` and are worth `least` [N] at least, [N], and the options that are worth most, -1
         for no part, [boxes in which they are, R]; `worth` is [N, R, O]."""
-        count, devices, options = worth.shape
+        count, devices, _ = worth.shape
         n = self._n
         steps = np.full((devices + 1, count, self.count + 1), -np.inf)
         steps[0, :, self._index[0]] = 0.0
-        able = np.isfinite(worth.max(0))
+        able = np.isfinite(worth.max((0, 2)))
         for d in range(devices):
-            total, after, paid = steps[d], steps[d + 1], worth[:, d]
+            total, after = steps[d], steps[d + 1]
             after[:] = total  # the device takes no part
-            # Used before: not more than there are, and so many that n can be reached.
-            rows, before = self._levels(max(0, n - devices + d), min(d, n - 1) + 1)
-            own = able[d].nonzero()[0]
-            if not len(own):
+            if not able[d]:
                 continue
-            if len(own) < options and before.size * count > SMALL:
-                before, paid = before[own], paid[:, own]
-            led = total.take(before, axis=1)
-            led += paid[..., None]
-            after = after[:, rows]
-            np.maximum(after, np.maximum.reduce(led, axis=1), out=after)
+            # Used before: not more than there are, and so many that n can be reached.
+            ways = self._ways(max(0, n - devices + d), min(d, n - 1) + 1)
+            led = total.take(ways.before, axis=1)
+            led += worth[:, d].take(ways.options, axis=1)
+            after = after[:, ways.sums]
+            np.maximum(after, np.maximum.reduceat(led, ways.starts, axis=1), out=after)
         total = steps[devices]
         ends = np.full((count, len(self._sizes)), (n, *self._most))
         ends[:, 1 : 1 + self._at_least] = need
@@ -155,11 +162,14 @@ class Sums:
             at = np.where(takes, self._before[option, at], at)
         return found, chosen
 
-    def _levels(self, first: int, last: int) -> tuple[slice, np.ndarray]:
-        """The sums of first + 1 .. last + 1 devices, and what leads to them, [O, sums]."""
+    def _ways(self, first: int, last: int) -> Ways:
+        """To the sums of first + 1 .. last + 1 devices."""
         if (first, last) not in self._parts:
-            rows = slice(self._starts[first + 1], self._starts[last + 1])
-            self._parts[first, last] = rows, np.ascontiguousarray(self._before[:, rows])
+            sums = slice(self._starts[first + 1], self._starts[last + 1])
+            before = self._before[:, sums].T
+            own, options = np.nonzero(before < self.count)
+            starts = np.searchsorted(own, np.arange(len(before)))
+            self._parts[first, last] = Ways(sums, starts, before[own, options], options)
         return self._parts[first, last]
 
 

@@ -247,14 +247,15 @@ class LayerCuts:
             for (used, at, last), front in fronts.items():
                 takes = np.arange(end + 1 - at) > 0
                 wire = more[int(last != host)] * takes if at else 0.0
-                for chunk, decode, stops in front:
-                    so_far = np.array((chunk, decode, self._count @ (chunk, decode)))
-                    sums = so_far[:, None] + step[:, at, at:] + wire
-                    for j in np.flatnonzero((sums + left[:, at:] <= bounds).all(0)):
-                        key = int(used + (j > 0)), at + int(j), host if j else last
-                        if key[0] < spans.stop:
-                            one = float(sums[0, j]), float(sums[1, j]), (*stops, key[1])
-                            found.setdefault(key, []).append(one)
+                so_far = np.array([one[:2] for one in front])
+                so_far = np.column_stack((so_far, so_far @ self._count))
+                sums = so_far[:, :, None] + step[:, at, at:] + wire
+                keep = (sums + left[:, at:] <= bounds).all(1)
+                for i, j in np.argwhere(keep).tolist():
+                    key = used + (j > 0), at + j, host if j else last
+                    if key[0] < spans.stop:
+                        chunk, decode, _ = sums[i, :, j].tolist()
+                        found.setdefault(key, []).append((chunk, decode, (*front[i][2], key[1])))
             fronts = {key: _no_worse(front) for key, front in found.items()}
         ends = [
             one

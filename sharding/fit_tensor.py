@@ -65,26 +65,33 @@ class TensorCuts:
         self._leaner = leaner
         self.boxes: list[Box] = self._space.all() if leaner is None else leaner.boxes
         self._none = [0.0, 0.0]  # seconds that no cut keeps, and none whose cache stays
+        self._open: dict[tuple[float, bool], int] = {}  # questions without an answer, and looks
         # Of both kinds of steps together: what blocks take.
         each = zip(self._count, self._terms, strict=True)
         self._all_mlps = sum((n * terms.mlps.sum(0) for n, terms in each), np.zeros(()))
         leading = self._options.groups[list(t.mixers.leading)]
         self._without = np.maximum(n - 1 - (leading[:, -1:] - leading).sum(0), 0)
 
-    def within(self, limit: float, resident: bool = False) -> Answer:
+    def within(self, limit: float, resident: bool = False, looks: int = MOST_BOXES) -> Answer:
         """A cut whose request takes no more seconds than `limit`, but for a millionth part or so.
-        `resident`: all of the cache stays on the devices."""
+        `resident`: all of the cache stays on the devices; `looks`: after so many boxes none is cut
+        into more."""
         if limit <= self._none[resident] or not all(self._t.blocks_and_groups):
             return Answer(None)
+        asked = self._open.get((limit, resident))
+        if asked is not None and asked >= looks:
+            return Answer(None, False)
         if self._leaner is None:
-            answer = self._search(limit, resident)
+            answer = self._search(limit, resident, looks)
         else:
-            answer = self._leaner.within(limit, resident)
+            answer = self._leaner.within(limit, resident, looks)
             if answer.cut is not None:
                 cut = self._same(answer.cut, limit, resident)
-                answer = self._search(limit, resident) if cut is None else Answer(cut)
+                answer = self._search(limit, resident, looks) if cut is None else Answer(cut)
         if answer.cut is None and answer.proved:
             self._none[resident] = max(limit, self._none[resident])
+        elif answer.cut is None:
+            self._open[limit, resident] = looks
         return answer
 
     def _same(self, cut: Cut, limit: float, resident: bool) -> Cut | None:
@@ -93,12 +100,11 @@ class TensorCuts:
         cuts = self._evaluate(groups, self._t.mlps.counts(blocks))
         return self._keeping(cuts, limit, resident)
 
-    def _search(self, limit: float, resident: bool) -> Answer:
+    def _search(self, limit: float, resident: bool, looks: int) -> Answer:
         """A cut in one of the boxes."""
         todo = [box for box in self.boxes if box.none < limit]
         done, proved = [box for box in self.boxes if box.none >= limit], True
         every = self._leaner is None and not resident  # cuts there are
-        looks = MOST_BOXES
         while todo:
             boxes, todo = todo[:WIDE], todo[WIDE:]
             looks -= len(boxes)

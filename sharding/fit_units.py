@@ -94,11 +94,12 @@ class Grid:
             least = np.minimum(least, np.floor((room - over) / each + 1e-9))
             most, least = np.where(room < 0, -1.0, most), np.where(room < 0, -1.0, least)
         least = np.maximum(least, np.where(most < 0, most, 0.0))
+        rounded = [each for each in limits if each[1][1:].any()]  # the others are kept by now
         while (least < most).any():
             middle = np.ceil((least + most) / 2)
             counts = self.rounded(middle.astype(int), offsets)
             keeps = np.logical_and.reduce(
-                [(units * counts).sum(0) <= room + 1e-9 * units[0] for room, units in limits]
+                [(units * counts).sum(0) <= room + 1e-9 * units[0] for room, units in rounded]
             )
             least, most = np.where(keeps, middle, least), np.where(keeps, most, middle - 1)
         return most
