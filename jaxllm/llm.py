@@ -19,7 +19,8 @@ from jaxllm.engine.build import PlannedModel, build_engine
 from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.engine.forward import empty_cache, pure_step
 from jaxllm.engine.fused import FusedEngine
-from jaxllm.engine.generate import LOGIT_PLACES, Request, encode, generate, places, prefill
+from jaxllm.engine.generate import Request, generate
+from jaxllm.engine.prefill import LOGIT_PLACES, encode, places, prefill
 from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import SamplingParams
 from jaxllm.engine.stopping import StopFilter
@@ -68,6 +69,8 @@ class LLM:
         ctx           positions a sequence may have (-c)
         parallel      sequences that run at once (-np); more prompts wait for a free one
         ubatch        tokens of a prefill chunk, a power of two (-ub)
+        batch         tokens of prompts that are computed, in whole chunks, between two steps of
+                      sequences that run (-b)
         engine        "auto", "fused" or "staged"
         prefix_cache  keep what rows hold, so that a prompt that begins alike computes only the
                       rest; changes no bit of a result
@@ -350,9 +353,8 @@ class LLM:
             return StepFn(fn, engine.leaves, empty_cache(self.plan, engine.model, engine.same))
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, int | None]]:
-        options = self.plan.options
         with self._engine_to_itself():
-            yield from generate(self.engine, requests, self._rows, options.ctx, options.ubatch)
+            yield from generate(self.engine, requests, self._rows, self.plan.options)
 
     @contextmanager
     def _engine_to_itself(self) -> Iterator[None]:

@@ -63,19 +63,21 @@ def options_from(
     dtype: str | None = None,
     ctx: int | None = None,
     parallel: int = 1,
-    ubatch: int = 512,
+    batch: int | None = None,
+    ubatch: int | None = None,
     **more: Any,
 ) -> tuple[PlanOptions, str]:
     """Plan options and dtype from the arguments of `LLM`, with their defaults.
 
     The cache has the compute dtype, the context the model's own up to 2048, several devices
-    `layer` unless these say otherwise.
+    `layer` unless these say otherwise. Of batch and ubatch one that is not given goes with the
+    other.
     """
     dtype = dtype or default_dtype(mesh.devices[0].platform)
     if dtype not in DTYPES:
         raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     own_type = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
-    if ctx is not None and (not isinstance(ctx, Integral) or isinstance(ctx, bool) or ctx < 1):
+    if ctx is not None and not _counts(ctx):
         raise OptionError(f"the context (-c) must be a whole number of at least 1, not {ctx!r}")
     return (
         PlanOptions(
@@ -87,11 +89,27 @@ def options_from(
             cache_type_v=cache_type_v or own_type,  # type: ignore
             ctx=ctx or min(ctx_train or DEFAULT_CTX, DEFAULT_CTX),
             slots=parallel,
-            ubatch=ubatch,
+            batch=_default_batch(ubatch) if batch is None else batch,
+            ubatch=_default_ubatch(batch) if ubatch is None else ubatch,
             **more,
         ),
         dtype,
     )
+
+
+def _default_batch(ubatch: Any) -> int:
+    """2048, or a larger ubatch."""
+    return max(PlanOptions.batch, ubatch) if _counts(ubatch) else PlanOptions.batch
+
+
+def _default_ubatch(batch: Any) -> int:
+    """512, or the largest power of two that a smaller batch has."""
+    most = min(PlanOptions.ubatch, batch) if _counts(batch) else PlanOptions.ubatch
+    return 1 << (int(most).bit_length() - 1)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check_names(arguments: Iterable[str], others: Iterable[str]) -> None:
@@ -143,7 +161,8 @@ def fit_config(
     """The fastest split of a model over a mesh, whose rates are measured where it tells none.
 
     Args:
-        split_mode, ubatch: the only one to consider, where given.
+        split_mode, ubatch: the only one to consider, where given; a batch that is given bounds
+            ubatch.
         cache_type_k, cache_type_v: types that may be chosen, as "f16,q8_0" or a sequence.
         workload: the request whose time counts.
         weights, stored: "quantised" counts matrices as the file has them; `stored` has their types.
@@ -160,7 +179,7 @@ def fit_config(
     if cfg.encoder:
         raise OptionError(f"a fit does not count the encoder of {cfg.architecture}; drop the fit")
     keep = _kept(weights, stored)
-    options, dtype = _options(cfg, mesh, arguments)
+    options, dtype = _options(cfg, mesh, arguments | {"ubatch": ubatch})
     if workload is not None:
         workload.check(options.ctx)  # before anything is measured
     if link_gbps is not None:
@@ -174,8 +193,8 @@ def fit_config(
     allowed = Allowed(tuple(pairs))
     if split_mode is not None:
         allowed = replace(allowed, split_modes=(split_mode,))
-    if ubatch is not None:
-        allowed = replace(allowed, ubatches=(ubatch,))
+    chunks = [n for n in allowed.ubatches if n <= options.batch] if ubatch is None else []
+    allowed = replace(allowed, ubatches=tuple(chunks) or (options.ubatch,))
     cut = whole.tensors
     if keep is not None:  # what stays quantised wherever groups are cut
         most = max(max(layer.kv_heads, layer.states) for layer in whole.model.layers)

@@ -143,11 +143,14 @@ def _nothing_fits(search: Search) -> FitError:
             f" fits is {ctx} (-c {ctx}).",
             ctx,
         )
-    size = sum(t.nbytes for t in search.tensors)
     free = sum(d.free or 0 for d in search.mesh.devices)
+    size, options = sum(t.nbytes for t in search.tensors), search.options
+    fewer = "a smaller --tail-pages, " if options.tail_pages > 1 else ""
+    fewer += "fewer sequences (-np), " if options.slots > 1 else ""
     return FitError(
-        f"no plan fits these devices with any context: weights take {size} bytes and {free} are"
-        " free in all; use a smaller model, a narrower --dtype or more devices."
+        f"no plan fits these devices with any context: {search.takes(free)} and {free} are free in"
+        f" all; use {fewer if size <= free else ''}a smaller model, a narrower --dtype or more"
+        " devices."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import permutations
 from typing import NamedTuple
 
@@ -38,6 +39,17 @@ class Evaluated(NamedTuple):
     starts: Floats
     seconds: Floats
     parts: Floats
+
+    @classmethod
+    def halves(cls, both: Evaluated) -> tuple[Evaluated, Evaluated]:
+        """Of so many cuts, and as many others, each by themselves."""
+        n = len(both.seconds) // 2
+        first = {"groups", "compute", "links", "starts"}  # kinds before cuts
+        found = [
+            [each[:, own] if name in first else each[own] for name, each in both._asdict().items()]
+            for own in (slice(None, n), slice(n, None))
+        ]
+        return cls(*found[0]), cls(*found[1])
 
 
 class Boxes:
@@ -130,19 +142,26 @@ class Boxes:
         return wires, np.where(sets == self._n, wires[:, None], places), sets
 
     def pieces(
-        self, box: Box, least: Floats, taken: Evaluated, cuts: Evaluated, off: np.ndarray, i: int
+        self,
+        box: Box,
+        least: Floats,
+        taken: Evaluated,
+        cuts: Evaluated,
+        exchanged: tuple[Floats, Floats],
+        off: np.ndarray,
+        i: int,
     ) -> list[Box]:
         """The box in pieces, at thirds of the way from a least value to what was found in it, that
         which is worth most of the request, or by how units are rounded where that makes a larger
-        gap between what was found and the cut; none where nothing is left to cut the box by."""
+        gap between what was found and the cut; none where nothing is left to cut the box by. The
+        box is the one numbered `i`; what was `exchanged` is of all."""
         gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
         parts, edges = taken.parts[i], cuts.parts[i].copy()
         edges[self.axes.groups] = parts[self.axes.groups]
-        late = taken.starts[:, i] > np.maximum(taken.compute[:, i], taken.links[:, i].max(1))
         low, high, none = box
         at = self.axes
         worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
-        worth[at.sets], worth[at.places] = self._exchanged(box, parts, late)
+        worth[at.sets], worth[at.places] = (each[i] for each in exchanged)
         worth = np.where(parts > high, 0.0, worth)
         for axis in range(at.size)[at.places]:  # one of some hosts, and devices are in several
             if low[axis] < high[axis] < parts[axis]:
@@ -171,20 +190,26 @@ class Boxes:
             low[axis] = max(above, low[axis])
         return [*found, Box(low, high, none)] if low[axis] <= high[axis] else found
 
-    def _exchanged(self, box: Box, parts: Floats, late: np.ndarray) -> tuple[Floats, Floats]:
-        """What exchanges of each set, or programs where the host thread is `late` [2], take in what
-        was found in a box, more than with the fewest devices, and more than in the place that is
-        fastest for as many."""
-        (low, high, _), at, x = box, self.axes, self.exchanges
-        sets = np.minimum(parts[at.sets].astype(int), self._n)[None]
-        own = np.where(parts[at.places] < x.several, 0, 1)[None]
-        _, wires, fewest = self.wires(low[None], high[None])
-        seconds = [
-            [x.of_sets(*each, s)[int(late[s])][0] for s in range(2)]
-            for each in ((wires, fewest), (wires, sets), (own, sets))
-        ]
-        least, place, cut = (self._count @ np.array(each) for each in seconds)
-        return place - least, cut - place
+    def exchanged(self, boxes: Sequence[Box], taken: Evaluated) -> tuple[Floats, Floats]:
+        """What exchanges of each set, or programs where the host thread is the slowest, take in
+        what was found in boxes, more than with the fewest devices, and more than in the place that
+        is fastest for as many, [N, sets] each."""
+        at, x, parts = self.axes, self.exchanges, taken.parts
+        low, high, _ = (np.array(each) for each in zip(*boxes, strict=True))
+        late = taken.starts > np.maximum(taken.compute, taken.links.max(2))
+        sets = np.minimum(parts[:, at.sets].astype(int), self._n)
+        own = np.where(parts[:, at.places] < x.several, 0, 1)
+        _, wires, fewest = self.wires(low, high)
+
+        def seconds(wires: np.ndarray, counts: np.ndarray) -> Floats:
+            found = np.zeros(counts.shape)
+            for s, slow in enumerate(late[..., None]):
+                exchanges, programs = x.of_sets(wires, counts, s)
+                found = found + self._count[s] * np.where(slow, programs, exchanges)
+            return found
+
+        place = seconds(wires, sets)
+        return place - seconds(wires, fewest), seconds(own, sets) - place
 
     def _rounded(self, box: Box, edges: Floats, off: np.ndarray) -> list[Box]:
         """The box in two, at the cell or threshold by which most units of a cut are rounded

@@ -7,7 +7,8 @@ part of one in whole groups of pages from its beginning. No other stays then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
+from typing import Any
 
 import numpy as np
 
@@ -82,17 +83,29 @@ class Cache:
 
     def kept_for(self, step: int, streamed: Floats) -> Floats:
         """The fewest bytes that must stay so that a step of a kind streams no more than so many."""
-        kept, later = np.zeros_like(streamed), 0.0
-        before = self.bytes
-        for kind, count, part in reversed(self._kinds):
-            before = before - count * part * kind.bytes
-            live = np.maximum(part * kind.live[step], 1e-9)
+        kept = np.zeros_like(streamed)
+        for kind, count, part, before, live, later, least in self._streaming[step]:
             own = streamed - later
             whole = np.maximum(count - np.floor(own / live + 1e-9) - 1, 0.0)
             rest = np.maximum((count - whole) * live - own, 0.0)
-            stay = rest / np.maximum(part, 1e-9) * (1 - 1e-9)
+            stay = rest / least * (1 - 1e-9)
             groups = np.minimum(np.searchsorted(kind.stay[step], stay), kind.groups)
             own_kept = before + part * (whole * kind.bytes + kind.kept[groups])
             kept = np.where(own >= -1e-9 * later, np.where(count > 0, own_kept, before), kept)
-            later = later + count * part * kind.live[step]
         return kept
+
+    @cached_property
+    def _streaming(self) -> list[list[tuple[Any, ...]]]:
+        """Of each kind of step and layers, those that stay last first: the kind, its counts and
+        parts, bytes of all that stay before, those of a layer that a step reads, those that it
+        reads of all later ones, and the part to divide by."""
+        found = []
+        for step in range(STEPS):
+            before, later, own = self.bytes, 0.0, []
+            for kind, count, part in reversed(self._kinds):
+                before = before - count * part * kind.bytes
+                live = np.maximum(part * kind.live[step], 1e-9)
+                own.append((kind, count, part, before, live, later, np.maximum(part, 1e-9)))
+                later = later + count * part * kind.live[step]
+            found.append(own)
+        return found

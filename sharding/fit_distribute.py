@@ -14,6 +14,7 @@ one set after the other is counted in sums, which leaves nothing open.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +34,6 @@ class Distribution:
         self._options, self._n, self._effort = options, n, effort
         self._groups = options.groups[mixers.free]
         self._totals = [mixers.totals[u] for u in mixers.free]
-        self._sums: dict[tuple[int, ...], Sums] = {}
 
     def best(
         self, worth: Floats, devices: np.ndarray, least: Floats
@@ -70,11 +70,21 @@ class Distribution:
     def _over(self, counted: np.ndarray, need: np.ndarray) -> Sums:
         """Sums of groups, and of devices out of the sets that are `counted`."""
         most = (*map(int, need.max(0)), *self._totals)
-        key = (*map(int, counted), -1, *most)
-        if key not in self._sums:
-            adds = np.concatenate((~self._options.takes[counted], self._groups))
-            self._sums[key] = Sums(adds.T.astype(int), self._n, most, len(counted))
-        return self._sums[key]
+        adds = np.concatenate((~self._options.takes[counted], self._groups)).T.astype(int)
+        key = self._n, most, len(counted), adds.tobytes()
+        if key not in self._effort.sums:
+            self._effort.sums[key] = Sums(adds, self._n, most, len(counted))
+        return self._effort.sums[key]
+
+
+class Ways(NamedTuple):
+    """All ways in which one more device leads to some `sums`: the sum `before`, and the option. Of
+    each sum they begin at one of the `starts`."""
+
+    sums: slice
+    starts: np.ndarray
+    before: np.ndarray
+    options: np.ndarray
 
 
 class Sums:
@@ -84,27 +94,37 @@ class Sums:
 
     def __init__(self, adds: np.ndarray, n: int, most: Sequence[int], at_least: int):
         self._n, self._most, self._at_least = n, most, at_least
-        self._sizes = n + 1, *(each + 1 for each in most)
-        sums = np.indices(self._sizes).reshape(len(self._sizes), -1).T  # by devices used first
-        left = sums - np.column_stack((np.ones(len(adds), int), adds))[:, None]
-        first = left[..., 1 : 1 + at_least]
-        np.maximum(first, 0, out=first)
-        index = np.ravel_multi_index(tuple(np.maximum(left, 0).transpose(2, 0, 1)), self._sizes)
-        before = np.where((left >= 0).all(2), index, len(sums))  # none, [O, S]
-        levels = [np.flatnonzero(sums[:, 0] == used) for used in range(n + 1)]
-        led, leads = np.zeros((2, len(sums) + 1), bool)
-        led[0] = leads[0] = True
-        leads[levels[n]] = (sums[levels[n], 1 + at_least :] == most[at_least:]).all(1)
-        for level in levels[1:]:
-            led[level] = led[before[:, level]].any(0)
-        for level in reversed(levels[1:]):
-            leads[before[:, level[leads[level]]]] = True
-        kept = np.flatnonzero((led & leads)[:-1])
+        self._sizes = n + 1, *(each + 1 for each in most)  # by devices used first
+        sums = np.indices(self._sizes[1:], np.int32).reshape(len(most), -1)
+        size, whole = sums.shape[1], (n + 1) * sums.shape[1]
+        before = np.zeros((len(adds), size), int)  # with a device less; `size`: none
+        able = np.ones_like(before, bool)
+        for i, (own, each) in enumerate(zip(sums, adds.T.astype(np.int32), strict=True)):
+            left = own - each[:, None]
+            if i < at_least:
+                np.maximum(left, 0, out=left)
+            else:
+                able &= left >= 0
+            before *= self._sizes[1 + i]
+            before += left
+        before[~able] = size
+        led, leads = np.zeros((2, n + 1, size + 1), bool)
+        led[0, 0] = leads[0, 0] = True
+        leads[n, :size] = (sums[at_least:] == np.array(most[at_least:])[:, None]).all(0)
+        for used in range(1, n + 1):
+            led[used, :size] = led[used - 1][before].any(0)
+        for used in range(n, 0, -1):
+            leads[used - 1][before[:, np.flatnonzero(leads[used, :size])]] = True
+        kept = np.flatnonzero((led & leads)[:, :size])
         self.count = len(kept)
-        self._index = np.full(len(sums) + 1, self.count)  # `count`: none
+        self._index = np.full(whole + 1, self.count)  # `count`: none
         self._index[kept] = np.arange(self.count)
-        self._before = self._index[before[:, kept]]
-        self._starts = np.searchsorted(sums[kept, 0], np.arange(n + 2))
+        used, rest = np.divmod(kept, size)
+        one_less = (used - 1) * size + before[:, rest]
+        led_by = (used > 0) & (before[:, rest] < size)
+        self._before = self._index[np.where(led_by, one_less, whole)]
+        self._starts = np.searchsorted(used, np.arange(n + 2))
+        self._parts: dict[tuple[int, int], Ways] = {}
 
     def best(self, worth: Floats, need: np.ndarray, least: Floats) -> tuple[np.ndarray, np.ndarray]:
         """In which boxes all sums that are not `at_least` some, `need` [N, at_least], can be
@@ -112,21 +132,21 @@ class Sums:
         for no part, [boxes in which they are, R]; `worth` is [N, R, O]."""
         count, devices, _ = worth.shape
         n = self._n
-        total = np.full((count, self.count + 1), -np.inf)
-        total[:, self._index[0]] = 0.0
-        steps = [total]
-        able = np.isfinite(np.max(worth, axis=0))
+        steps = np.full((devices + 1, count, self.count + 1), -np.inf)
+        steps[0, :, self._index[0]] = 0.0
+        able = np.isfinite(worth.max((0, 2)))
         for d in range(devices):
+            total, after = steps[d], steps[d + 1]
+            after[:] = total  # the device takes no part
+            if not able[d]:
+                continue
             # Used before: not more than there are, and so many that n can be reached.
-            first, last = max(0, n - devices + d), min(d, n - 1) + 1
-            rows = slice(self._starts[first + 1], self._starts[last + 1])
-            own = np.flatnonzero(able[d])
-            total = total.copy()  # the device takes no part
-            if len(own):
-                led = total.take(self._before[own, rows], axis=1)
-                led += worth[:, d, own, None]
-                np.maximum(total[:, rows], led.max(1), out=total[:, rows])
-            steps.append(total)
+            ways = self._ways(max(0, n - devices + d), min(d, n - 1) + 1)
+            led = total.take(ways.before, axis=1)
+            led += worth[:, d].take(ways.options, axis=1)
+            after = after[:, ways.sums]
+            np.maximum(after, np.maximum.reduceat(led, ways.starts, axis=1), out=after)
+        total = steps[devices]
         ends = np.full((count, len(self._sizes)), (n, *self._most))
         ends[:, 1 : 1 + self._at_least] = need
         at = self._index[np.ravel_multi_index(tuple(ends.T), self._sizes)]
@@ -142,10 +162,21 @@ class Sums:
             at = np.where(takes, self._before[option, at], at)
         return found, chosen
 
+    def _ways(self, first: int, last: int) -> Ways:
+        """To the sums of first + 1 .. last + 1 devices."""
+        if (first, last) not in self._parts:
+            sums = slice(self._starts[first + 1], self._starts[last + 1])
+            before = self._before[:, sums].T
+            own, options = np.nonzero(before < self.count)
+            starts = np.searchsorted(own, np.arange(len(before)))
+            self._parts[first, last] = Ways(sums, starts, before[own, options], options)
+        return self._parts[first, last]
+
 
 def of(values: Floats, chosen: np.ndarray) -> Floats:
     """Of the options that devices have, [N, R], 0 for no part."""
-    own = np.take_along_axis(values, np.maximum(chosen, 0)[..., None], axis=2)[..., 0]
+    boxes = np.arange(len(values))[:, None]
+    own = values[boxes, np.arange(values.shape[1]), np.maximum(chosen, 0)]
     return np.where(chosen >= 0, own, 0)
 
 

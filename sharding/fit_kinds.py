@@ -11,7 +11,7 @@ from sharding.cost import CostModel
 from sharding.fit_layers import LayerCuts
 from sharding.fit_probe import Probe
 from sharding.fit_tables import Cut, Tables, Workload
-from sharding.fit_tensor import Answer, TensorCuts
+from sharding.fit_tensor import MOST_BOXES, Answer, TensorCuts
 from sharding.fit_terms import Effort, TensorParts
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions, SplitMode
@@ -94,14 +94,16 @@ class KindCuts:
         limit: float,
         resident: bool = False,
         most: int | None = None,
+        looks: int = MOST_BOXES,
     ) -> Answer:
         """A cut whose request takes no more seconds than `limit`. `resident`: all of the cache
-        stays on the devices; `most`: of layers, on so many devices at most."""
+        stays on the devices; `most`: of layers, on so many devices at most; `looks`: see
+        `TensorCuts.within`."""
         if kind.mode == "tensor":
             if self._even is not None and kind.n == len(self._sized.mesh):
                 if self._even.seconds <= limit:
                     return Answer(self._even)
-            return self._over(kind.n).within(limit, resident)
+            return self._over(kind.n).within(limit, resident, looks)
         if kind == SPARE_LAYERS:
             found = self._layers.least_on_host()
             cuts = [] if found is None else [found]

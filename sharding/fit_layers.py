@@ -27,24 +27,26 @@ CHUNK, STEP = np.array([1.0, 0.0]), np.array([0.0, 1.0])  # weights of both kind
 Stops = tuple[int, ...]  # by device, where its layers end
 
 
-class _Spans:
-    """Of layers i to j - 1 on a device, [L + 1, L + 1] at (i, j)."""
+class _Anywhere:
+    """Of layers i to j - 1 on any device, [L + 1, L + 1] at (i, j): whether there are any, whether
+    they are the last, bytes of all but their cache, and that."""
 
-    def __init__(self, tables: Tables, device: int):
-        t = self._tables = tables
-        self._device = device
-        layers = len(t.fixed)
-        self._last = np.zeros((layers + 1, layers + 1))
-        self._last[:layers, layers] = 1.0
+    def __init__(self, tables: Tables):
+        t, layers = tables, len(tables.fixed)
+        self.last = np.zeros((layers + 1, layers + 1))
+        self.last[:layers, layers] = 1.0
         ends = np.add.outer(np.zeros(layers + 1), np.arange(layers + 1))
-        self._some = ends > np.arange(layers + 1)[:, None]
-        self._memory()
-        turns, links = zip(*(self._times(s) for s in (0, 1)), strict=True)
-        self.turns, self.links = np.array(turns), np.array(links)  # [2, L + 1, L + 1], seconds
-
-    def _sum(self, values: Floats) -> Floats:
-        total = np.concatenate(([0.0], np.cumsum(values)))
-        return total[None, :] - total[:, None]
+        self.some = ends > np.arange(layers + 1)[:, None]
+        outside = t.rotary + (t.vocab + t.outside) * self.last
+        attention, states, mlp, beside = (t.compute[name] for name in FOLLOWED)
+        mlp = mlp + beside + t.fixed + 2 * t.handed_on
+        widest = np.maximum(self._most(np.maximum(attention + states, mlp)), t.logits * self.last)
+        matrices = self._most(np.maximum.reduce(list(t.unpacked.values())))
+        widest += np.maximum(matrices, t.unpacked_vocab * self.last)
+        weights = t.weights + sum(t.ring.values())
+        self.needed = _sum(weights) + outside + 4 * t.residual + widest
+        counts = [_sum(own) for own in t.of_kind]
+        self.cache = Cache(t.pages, counts, [np.ones(())] * len(counts))
 
     def _most(self, values: Floats) -> Floats:
         layers = len(values)
@@ -53,31 +55,28 @@ class _Spans:
             found[i, i + 1 :] = np.maximum.accumulate(values[i:])
         return found
 
-    def _memory(self) -> None:
-        t = self._tables
-        outside = t.rotary + (t.vocab + t.outside) * self._last
-        attention, states, mlp, beside = (t.compute[name] for name in FOLLOWED)
-        mlp = mlp + beside + t.fixed + 2 * t.handed_on
-        widest = np.maximum(self._most(np.maximum(attention + states, mlp)), t.logits * self._last)
-        matrices = self._most(np.maximum.reduce(list(t.unpacked.values())))
-        widest += np.maximum(matrices, t.unpacked_vocab * self._last)
-        layers = t.weights + sum(t.ring.values())
-        needed = self._sum(layers) + outside + 4 * t.residual + widest
-        room = t.cap[self._device] - needed
-        counts = [self._sum(own) for own in t.of_kind]
-        self._cache = Cache(t.pages, counts, [np.ones(())] * len(counts))
-        pages, group = self._cache.bytes, t.copies * self._cache.group
-        self.resident = self._some & (room >= pages)
-        self.fits = self._some & (self.resident | (room >= group))
+
+class _Spans:
+    """Of layers i to j - 1 on a device, [L + 1, L + 1] at (i, j)."""
+
+    def __init__(self, tables: Tables, device: int, anywhere: _Anywhere):
+        t = self._tables = tables
+        self._device, self._last = device, anywhere.last
+        room, cache = t.cap[device] - anywhere.needed, anywhere.cache
+        pages, group = cache.bytes, t.copies * cache.group
+        self.resident = anywhere.some & (room >= pages)
+        self.fits = anywhere.some & (self.resident | (room >= group))
         kept = np.where(self.resident, pages, np.clip(room - group, 0, pages))
-        self._sent, staged = self._cache.streamed(kept)
+        self._sent, staged = cache.streamed(kept)
         self._staged = t.copies * staged
         self.on_host = np.where(self.fits, pages - kept, np.inf)
+        turns, links = zip(*(self._times(s) for s in (0, 1)), strict=True)
+        self.turns, self.links = np.array(turns), np.array(links)  # [2, L + 1, L + 1], seconds
 
     def compute(self, stage: Stage) -> Floats:
         """Seconds of computing."""
         d = self._device
-        return self._sum(stage.attn[:, d] + stage.mlp[:, d]) + stage.head[d] * self._last
+        return _sum(stage.attn[:, d] + stage.mlp[:, d]) + stage.head[d] * self._last
 
     def _times(self, s: int) -> tuple[Floats, Floats]:
         """Seconds of the turn and of the link in a step of a kind."""
@@ -97,7 +96,8 @@ class LayerCuts:
 
     def __init__(self, tables: Tables):
         t = self._t = tables
-        self._spans = [_Spans(t, d) for d in range(len(t.cap))]
+        anywhere = _Anywhere(t)
+        self._spans = [_Spans(t, d, anywhere) for d in range(len(t.cap))]
         self._turns, self._links = (  # [R, 2, L + 1, L + 1]
             np.array([getattr(s, name) for s in self._spans]) for name in ("turns", "links")
         )
@@ -247,14 +247,15 @@ class LayerCuts:
             for (used, at, last), front in fronts.items():
                 takes = np.arange(end + 1 - at) > 0
                 wire = more[int(last != host)] * takes if at else 0.0
-                for chunk, decode, stops in front:
-                    so_far = np.array((chunk, decode, self._count @ (chunk, decode)))
-                    sums = so_far[:, None] + step[:, at, at:] + wire
-                    for j in np.flatnonzero((sums + left[:, at:] <= bounds).all(0)):
-                        key = int(used + (j > 0)), at + int(j), host if j else last
-                        if key[0] < spans.stop:
-                            one = float(sums[0, j]), float(sums[1, j]), (*stops, key[1])
-                            found.setdefault(key, []).append(one)
+                so_far = np.array([one[:2] for one in front])
+                so_far = np.column_stack((so_far, so_far @ self._count))
+                sums = so_far[:, :, None] + step[:, at, at:] + wire
+                keep = (sums + left[:, at:] <= bounds).all(1)
+                for i, j in np.argwhere(keep).tolist():
+                    key = used + (j > 0), at + j, host if j else last
+                    if key[0] < spans.stop:
+                        chunk, decode, _ = sums[i, :, j].tolist()
+                        found.setdefault(key, []).append((chunk, decode, (*front[i][2], key[1])))
             fronts = {key: _no_worse(front) for key, front in found.items()}
         ends = [
             one
@@ -282,6 +283,12 @@ class LayerCuts:
         starts = np.array([t.dispatch(stage, len(spans)) for stage in t.stages])
         words = "computing" if len(spans) == 1 else "devices compute one after another"
         return t.cut((tuple(counts), (), resident), self._sums(stops), links, starts, words)
+
+
+def _sum(values: Floats) -> Floats:
+    """Of the layers of every span."""
+    total = np.concatenate(([0.0], np.cumsum(values)))
+    return total[None, :] - total[:, None]
 
 
 def _spans_of(stops: Stops) -> list[tuple[int, tuple[int, int]]]:

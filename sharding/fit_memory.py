@@ -38,13 +38,17 @@ class TensorMemory:
         self._left = self._room(options.groups[:, None], options.takes[:, None], t.cap[:, None])
         self._beside = [np.tensordot(a, options.groups, 1) + c for a, _, c in self._widest]
         self._cache = self._pages(options.groups)
-        self._residuals = 0.0
+        self._streams = [bool(self._cache.live(s)) for s in range(len(t.stages))]
+        self._residuals, self._resident = 0.0, np.zeros(())
 
     def over(self, n: int) -> TensorMemory:
         """When so many devices take part."""
         found = copy(self)
         found._residuals = (4 + min(3, n)) * self._t.residual
         found._left = self._left - found._residuals
+        found._resident = found._most(
+            (found._left - found._cache.bytes)[None], np.zeros((1, 1, len(self._t.cap)), int)
+        )
         return found
 
     @property
@@ -57,15 +61,16 @@ class TensorMemory:
         """The most beside each option, while no link takes longer than so many seconds of a step of
         each kind, [N, 2]; None: while all of the cache stays. Negative where nothing fits. Blocks
         of other totals are rounded with these offsets, [U, N, R]: [N, R, O]."""
-        resident = self._most((self._left - self._cache.bytes)[None], offsets)
+        resident = self._resident
+        if len(offsets) > 1:  # they are rounded as a box says
+            resident = self._most((self._left - self._cache.bytes)[None], offsets)
         if seconds is None:
             return resident
-        link = self._t.link[:, None]
-        kept, live = np.zeros(()), False
+        link, kept = self._t.link[:, None], np.zeros(())
         for s, each in enumerate(np.clip(seconds, 0.0, MOST_SECONDS).T):
             kept = np.maximum(kept, self._cache.kept_for(s, each[:, None, None] * link))
-            live = live | bool(self._cache.live(s))
         streaming = self._most(self._left - self._t.copies * self._cache.group - kept, offsets)
+        live = any(self._streams)
         return np.maximum(resident, np.where((link > 0) | (not live), streaming, -1.0))
 
     def _most(self, room: Floats, offsets: Ints) -> Floats:

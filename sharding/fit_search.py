@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from math import log2
+from math import isfinite, log2
 from typing import Any
 
 from sharding.cost import CostModel
 from sharding.errors import DoesNotFit, FitError, PlanError
 from sharding.fit_joint import shares_of
 from sharding.fit_kinds import LAYERS, Kind, KindCuts, Sized, evenly, kinds_of
+from sharding.fit_room import taken
 from sharding.fit_tables import Cut, Workload
+from sharding.fit_tensor import MOST_BOXES
 from sharding.mesh import Mesh
 from sharding.options import PlanOptions, SplitMode
 from sharding.plan import Plan, make_plan
@@ -21,7 +23,8 @@ from sharding.shapes import ModelShape, TensorShape
 UBATCHES = (128, 256, 512, 1024, 2048)
 PREFETCHES = (4, 2)
 CLOSE = 1e-5  # the fastest cut of all is found to this part
-ROUGHLY = 0.05  # and that of every other kind to this part
+ROUGHLY = 0.05  # and that of every other kind to this part,
+ROUGH_BOXES = 256  # if so many boxes tell (`sharding.fit_tensor`)
 PARTS = 1 - 2 * CLOSE, 0.999, 0.99, 0.97, 0.9, 0.75, 0.5  # of which one is proved in any case
 DEFAULT = PlanOptions()
 
@@ -96,9 +99,9 @@ class Way:
         """Of the fastest; infinite where there is none."""
         return float("inf") if self.cut is None else self.cut.seconds
 
-    def beats(self, limit: float) -> bool:
+    def beats(self, limit: float, looks: int = MOST_BOXES) -> bool:
         """Whether a cut takes no more than so many seconds; it is kept."""
-        cut, proved = self.cuts.within(self.kind, limit, self.resident, self.most)
+        cut, proved = self.cuts.within(self.kind, limit, self.resident, self.most, looks)
         if cut is None:
             self.low = max(self.low, limit)
             self.proved = max(self.proved, limit if proved else 0.0)
@@ -106,13 +109,14 @@ class Way:
             self.cut = cut
         return cut is not None
 
-    def find(self, limit: float, close: float = CLOSE) -> None:
+    def find(self, limit: float, close: float = CLOSE, looks: int = MOST_BOXES) -> None:
         """Look for the fastest that takes less than `limit`, to such a part of its time. What is
-        a little faster is looked for first: most often there is none, and that is all to prove."""
-        found, part = self.beats(limit), close
+        a little faster is looked for first: most often there is none, and that is all to prove.
+        Whether there is any at all is looked for without regard to `looks`."""
+        found, part = self.beats(limit, looks if isfinite(limit) else MOST_BOXES), close
         while found and self.seconds - self.low > close * self.seconds:
             goal = max(self.seconds * (1 - part), (self.low + self.seconds) / 2)
-            part = 4 * part if self.beats(goal) else close
+            part = 4 * part if self.beats(goal, looks) else close
 
 
 class Search:
@@ -196,7 +200,7 @@ class Search:
             self.tell(f"{ways[0].kind.name}, cache {types}", i, len(found))
             best = float("inf")
             for way in ways:
-                way.find(best * (1 - ROUGHLY), ROUGHLY)
+                way.find(best * (1 - ROUGHLY), ROUGHLY, ROUGH_BOXES)
                 best = min(best, way.seconds)
         ordered = sorted((way for ways in found for way in ways), key=lambda way: way.seconds)
         fastest: Way | None = ordered[0]
@@ -204,7 +208,7 @@ class Search:
             goal, fastest = fastest.seconds * (1 - CLOSE), None
             for i, way in enumerate(ordered):
                 self.tell("the fastest of all", i, len(ordered))
-                if way.low < goal and way.beats(goal):
+                if way.proved < goal and way.beats(goal):
                     goal, fastest = way.seconds * (1 - CLOSE), way
             if fastest is not None:
                 fastest.find(goal)
@@ -213,7 +217,8 @@ class Search:
         """By which part a plan may be faster than one that takes so many, for all that `run` has
         proved; 0 where that is no more than what searches and predictions are rounded by."""
         ways, least = [way for ways in self.ways for way in ways], seconds
-        for part in PARTS:
+        for i, part in enumerate(PARTS):
+            self.tell("what is not proved", i, len(PARTS))
             least = min(least, seconds * part)
             for way in ways:
                 if way.proved < least:
@@ -310,8 +315,7 @@ class Search:
             yield replace(options, **shares)
 
     def _out(self) -> Iterator[tuple[str, str]]:
-        """Of every kind, what its weights lack; told of those of which no cut fits."""
-        size = sum(t.nbytes for t in self.tensors)
+        """Of every kind, what it takes; told of those of which no cut fits."""
         free = [d.free for d in self.mesh.devices]
         for kind in self._kinds:
             if kind.mode == "none":
@@ -319,7 +323,14 @@ class Search:
             else:
                 known = sorted((f for f in free if f is not None), reverse=True)
                 room = sum(known[: kind.n or None])
-            yield kind.name, f"does not fit: weights take {size} bytes of {room} free"
+            why = self.takes(room or 0, alone=kind.mode == "none")
+            yield kind.name, f"does not fit: {why} of {room} free"
+
+    def takes(self, room: int, alone: bool = False) -> str:
+        """What the model takes of so many bytes, in words; see `sharding.fit_room.taken`."""
+        size = sum(t.nbytes for t in self.tensors)
+        settings = [each for types in self.allowed.cache_types for each in self.settings(*types)]
+        return taken(self.model, size, room, settings, alone)
 
 
 def _check_room(plan: Plan) -> None:

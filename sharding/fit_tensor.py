@@ -26,6 +26,7 @@ when a search has looked at many boxes, the answer is that none was found, witho
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -64,21 +65,33 @@ class TensorCuts:
         self._leaner = leaner
         self.boxes: list[Box] = self._space.all() if leaner is None else leaner.boxes
         self._none = [0.0, 0.0]  # seconds that no cut keeps, and none whose cache stays
+        self._open: dict[tuple[float, bool], int] = {}  # questions without an answer, and looks
+        # Of both kinds of steps together: what blocks take.
+        each = zip(self._count, self._terms, strict=True)
+        self._all_mlps = sum((n * terms.mlps.sum(0) for n, terms in each), np.zeros(()))
+        leading = self._options.groups[list(t.mixers.leading)]
+        self._without = np.maximum(n - 1 - (leading[:, -1:] - leading).sum(0), 0)
 
-    def within(self, limit: float, resident: bool = False) -> Answer:
+    def within(self, limit: float, resident: bool = False, looks: int = MOST_BOXES) -> Answer:
         """A cut whose request takes no more seconds than `limit`, but for a millionth part or so.
-        `resident`: all of the cache stays on the devices."""
+        `resident`: all of the cache stays on the devices; `looks`: after so many boxes none is cut
+        into more."""
         if limit <= self._none[resident] or not all(self._t.blocks_and_groups):
             return Answer(None)
+        asked = self._open.get((limit, resident))
+        if asked is not None and asked >= looks:
+            return Answer(None, False)
         if self._leaner is None:
-            answer = self._search(limit, resident)
+            answer = self._search(limit, resident, looks)
         else:
-            answer = self._leaner.within(limit, resident)
+            answer = self._leaner.within(limit, resident, looks)
             if answer.cut is not None:
                 cut = self._same(answer.cut, limit, resident)
-                answer = self._search(limit, resident) if cut is None else Answer(cut)
+                answer = self._search(limit, resident, looks) if cut is None else Answer(cut)
         if answer.cut is None and answer.proved:
             self._none[resident] = max(limit, self._none[resident])
+        elif answer.cut is None:
+            self._open[limit, resident] = looks
         return answer
 
     def _same(self, cut: Cut, limit: float, resident: bool) -> Cut | None:
@@ -87,12 +100,11 @@ class TensorCuts:
         cuts = self._evaluate(groups, self._t.mlps.counts(blocks))
         return self._keeping(cuts, limit, resident)
 
-    def _search(self, limit: float, resident: bool) -> Answer:
+    def _search(self, limit: float, resident: bool, looks: int) -> Answer:
         """A cut in one of the boxes."""
         todo = [box for box in self.boxes if box.none < limit]
         done, proved = [box for box in self.boxes if box.none >= limit], True
         every = self._leaner is None and not resident  # cuts there are
-        looks = MOST_BOXES
         while todo:
             boxes, todo = todo[:WIDE], todo[WIDE:]
             looks -= len(boxes)
@@ -108,18 +120,25 @@ class TensorCuts:
             first, last = self._t.mixers.cells_of(groups)
             apart, rounded = np.maximum(first - last, 0), self._t.mlps.counts(blocks[0])
             none = (apart[..., None] > 0).any(0)  # no shares give these groups
-            cuts = self._evaluate(np.where(none, self._t.mixers.counts(groups[0]), groups), rounded)
+            right = np.where(none, self._t.mixers.counts(groups[0]), groups)
             # Cells apart, and units that are rounded otherwise, of each threshold.
             off = np.concatenate((apart, abs(rounded - blocks)[1:].sum(2)))
-            taken = self._evaluate(groups, blocks) if off.any() else cuts
+            if off.any():
+                both = (
+                    np.concatenate(each, axis=1) for each in ((right, groups), (rounded, blocks))
+                )
+                cuts, taken = Evaluated.halves(self._evaluate(*both))
+            else:
+                cuts = taken = self._evaluate(right, rounded)
             cut = self._keeping(cuts, limit, resident)
             if cut is not None:
                 self.boxes[:] = done + boxes + todo
                 return Answer(cut)
+            exchanged = self._space.exchanged(boxes, taken)
             for i, (box, least) in enumerate(zip(boxes, low[possible], strict=True)):
                 pieces = []
                 if min(looks, self._effort.left) > 0:
-                    pieces = self._space.pieces(box, least, taken, cuts, off[:, i], i)
+                    pieces = self._space.pieces(box, least, taken, cuts, exchanged, off[:, i], i)
                 todo += pieces
                 done += [] if pieces else [box]
                 proved &= bool(pieces)
@@ -168,7 +187,6 @@ class TensorCuts:
         out = self._out(low, high)
         wires, set_wires, sets = self._space.wires(low, high)
         left, limits = np.full((len(low), 1, 1), limit), []
-        all_of_them = np.zeros(())
         for s, terms in enumerate(self._terms):
             own, least = terms.mixers[:, None], low[:, at.mixers[s]].T[..., None, None]
             longest = np.maximum(own, least).sum(0)
@@ -184,8 +202,7 @@ class TensorCuts:
                 for i, one in enumerate(units[1:]):
                     head = vectors if i == len(units) - 2 else 0.0
                     limits.append((high[:, at.mlps[s]][:, i][wide] - head, one))
-            all_of_them = all_of_them + self._count[s] * terms.mlps.sum(0)
-        limits += [(left, units[..., None]) for units in all_of_them]
+        limits += [(left, units[..., None]) for units in self._all_mlps]
         limits = [(room * SLACK, units[:, None]) for room, units in limits]
         taken = grid.most(limits, offsets[..., None])
         taken = np.minimum(taken, self._memory.blocks(offsets, None if resident else most))
@@ -196,13 +213,24 @@ class TensorCuts:
     def _ends(self, low: Floats, high: Floats) -> tuple[np.ndarray, np.ndarray]:
         """The fewest and the most blocks with which a device has units of as many totals as an
         option says, [N, R, O]."""
-        options, grid = self._options, self._t.mlps
-        ends = (grid.offsets(each[:, self._space.axes.blocks]) for each in (low, high))
-        least, most = options.bounds(grid, *ends)
+        grid = self._t.mlps
+        if len(grid.totals) == 1:
+            return self._same_ends
+        return self._ends_of(
+            *(grid.offsets(each[:, self._space.axes.blocks]) for each in (low, high))
+        )
+
+    @cached_property
+    def _same_ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those of blocks that all follow one total, in every box."""
+        none = np.zeros((1, 1, len(self._t.cap)), int)
+        return self._ends_of(none, none)
+
+    def _ends_of(self, least: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For offsets between two, [U, N, R]."""
+        few, many = self._options.bounds(self._t.mlps, least, most)
         # Others need blocks, too, but for those that have groups.
-        leading = options.groups[list(self._t.mixers.leading)]
-        without = np.maximum(self._n - 1 - (leading[:, -1:] - leading).sum(0), 0)
-        return least, np.minimum(most, grid.totals[0] - without)
+        return few, np.minimum(many, self._t.mlps.totals[0] - self._without)
 
     def _out(self, low: Floats, high: Floats) -> np.ndarray:
         """Which options a device cannot have, for cells of distances, for a set of layers that

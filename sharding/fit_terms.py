@@ -7,6 +7,8 @@ last term has the sum, whose slowest device is no slower than they are one by on
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sharding.fit_memory import TensorMemory
@@ -138,9 +140,13 @@ def _evenly(seconds: Floats, n: int) -> float:
 
 
 class Effort:
-    """How many steps a search may still take before it gives up proofs."""
+    """How many steps a search may still take before it gives up proofs, and the sums of units that
+    it has made, which are the same under all options (`sharding.fit_distribute.Sums`)."""
 
     left = ALL_STEPS
+
+    def __init__(self) -> None:
+        self.sums: dict[Any, Any] = {}
 
 
 class TensorParts:

@@ -67,7 +67,7 @@ def _key(search: Search, options: PlanOptions, device: bool, devices: int) -> Ke
 
 def _variants(search: Search, limit: float) -> Iterator[tuple[Key, Way]]:
     """All ways that may keep the limit, with all of the cache on the devices and without that."""
-    for way in (way for ways in search.ways for way in ways if way.low <= limit):
+    for way in (way for ways in search.ways for way in ways if way.proved <= limit):
         counts = [1] if way.kind.mode == "none" else [way.kind.n]
         if way.kind == LAYERS:
             counts = list(range(2, len(search.mesh) + 1))

@@ -78,6 +78,11 @@ class Grid:
         """The most primary units that keep all limits, under offsets [U, ...]; negative where none
         do. A limit is a room and what a unit of each total takes of it, [U, ...]; all broadcast."""
         first, most = self.totals[0], np.full((), float(self.totals[0]))
+        if len(self.totals) == 1:
+            for room, units in limits:
+                most = np.minimum(most, np.floor(room / units[0] + 1e-9))
+                most = np.where(room < 0, -1.0, most)
+            return most
         least = most
         quotas = np.array(self.totals).reshape(-1, *[1] * (offsets.ndim - 1)) / first
         for room, units in limits:
@@ -88,14 +93,13 @@ class Grid:
             most = np.minimum(most, np.floor((room - under) / each + 1e-9))
             least = np.minimum(least, np.floor((room - over) / each + 1e-9))
             most, least = np.where(room < 0, -1.0, most), np.where(room < 0, -1.0, least)
-        if len(self.totals) == 1:
-            return most
         least = np.maximum(least, np.where(most < 0, most, 0.0))
+        rounded = [each for each in limits if each[1][1:].any()]  # the others are kept by now
         while (least < most).any():
             middle = np.ceil((least + most) / 2)
             counts = self.rounded(middle.astype(int), offsets)
             keeps = np.logical_and.reduce(
-                [(units * counts).sum(0) <= room + 1e-9 * units[0] for room, units in limits]
+                [(units * counts).sum(0) <= room + 1e-9 * units[0] for room, units in rounded]
             )
             least, most = np.where(keeps, middle, least), np.where(keeps, most, middle - 1)
         return most

@@ -33,6 +33,7 @@ _COUNTS = {
     "tail_pages": "--tail-pages",
     "prefetch": "--prefetch",
     "ubatch": "--ubatch-size/-ub",
+    "batch": "--batch-size/-b",
     "spec_draft_n_max": "--spec-draft-n-max",
     "itemsize": "--dtype",
 }
@@ -87,6 +88,8 @@ class PlanOptions:
         tail_pages: full pages that leave a tail together, a power of two; fewer stay on the device.
         prefetch: groups in flight or in use at a time; 0 or 1 copies one only when it is needed.
         ubatch: positions of a prefill chunk, a power of two.
+        batch: tokens of prompts that are computed, in whole chunks, between two steps of sequences
+            that run; at least `ubatch`.
         spec_draft_n_max: tokens that a draft predicts before they are verified; 0 for none.
         itemsize: bytes of the compute type.
     """
@@ -114,6 +117,7 @@ class PlanOptions:
     tail_pages: int = 1
     prefetch: int = 4
     ubatch: int = 512
+    batch: int = 2048
     spec_draft_n_max: int = 3
     itemsize: int = 4
 
@@ -140,6 +144,11 @@ class PlanOptions:
             value = getattr(self, field)
             if value & (value - 1):
                 raise PlanError(f"{_COUNTS[field]} is {value}; it must be a power of two.")
+        if self.batch < self.ubatch:
+            raise PlanError(
+                f"{_COUNTS['batch']} is {self.batch}; it must be at least {_COUNTS['ubatch']}"
+                f" {self.ubatch}."
+            )
         self._check_shares()
         self._check_residency()
         if self.dither and self.rounding == "llama.cpp":

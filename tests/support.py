@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxllm import LLM, LayerConfig, ModelConfig, Rope
-from jaxllm.engine.generate import encode, prefill
+from jaxllm.engine.prefill import encode, prefill
 from sharding.links import Link
 
 PAGE = 16

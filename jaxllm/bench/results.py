@@ -42,6 +42,7 @@ SETTINGS = (
     "cache_type_v",
     "kv_rotate",
     "parallel",
+    "batch",
     "ubatch",
     "ctx",
     "page",

@@ -8,8 +8,8 @@ rows that begin alike share them (`adopt`): a page is kept once and goes over th
 A step is of one row or of all, and sends no page that its rows do not see. So groups are of pages
 that have the same rows, apart from these: rows that step together find the last, small groups of
 each mixed into larger ones (`arrange`). A row that steps alone gets its pages back from there, and
-so does one whose sequence has ended. Such a row may be parked: no step wants its pages, until it,
-or another one, begins with them again.
+so does one whose sequence has ended or rests. Such a row may be parked: no step wants its pages,
+until it goes on, or it or another one begins with them again.
 """
 
 from __future__ import annotations
@@ -94,6 +94,10 @@ class PageStore:
         """Set a row's pages aside: no step wants them."""
         self._set_apart(row)
         self._parked.add(row)
+
+    def unpark(self, row: int) -> None:
+        """Let steps want a row's pages again."""
+        self._parked.discard(row)
 
     def adopt(self, source: int, row: int, end: int) -> None:
         """Let a row consist of the pages of `source` (a row, maybe the same one) before position

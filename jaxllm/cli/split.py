@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from jaxllm.errors import OptionError
 from sharding import BYTES_HELP, CACHE_BLOCKS, PlanOptions
 
 
@@ -119,9 +118,17 @@ def _split_options() -> tuple[SplitOption, ...]:
             number,
         ),
         option(
+            ("-b", "--batch-size"),
+            "batch",
+            "tokens of prompts to compute, in whole chunks, between two steps of sequences that run"
+            f" (default {plan.batch}, or -ub if that is more)",
+            number,
+        ),
+        option(
             ("-ub", "--ubatch-size"),
             "ubatch",
-            f"tokens of a prefill chunk, a power of two (default {plan.ubatch})",
+            "tokens of a prefill chunk, a power of two (default"
+            f" {plan.ubatch}, or less with a smaller -b)",
             number,
         ),
         option(
@@ -211,22 +218,11 @@ def _split_options() -> tuple[SplitOption, ...]:
 SPLIT = _split_options()
 
 
-class _NoBatch(argparse.Action):
-    """llama.cpp's -b, which bounds what -ub and -np already say here."""
-
-    def __call__(self, *_: Any) -> NoReturn:
-        raise OptionError(
-            "there is no -b/--batch-size: a step runs one chunk of -ub tokens of one prompt, or one"
-            " token of each of -np sequences; give those"
-        )
-
-
 def split_group(parser: argparse.ArgumentParser) -> Any:
     """The group of options that decide the plan, with --devices."""
     group = parser.add_argument_group("devices, split and cache")
     devices = "devices to use (default all); virtual on a CPU"
     group.add_argument("--devices", type=int, metavar="N", help=devices)
-    group.add_argument("-b", "--batch-size", action=_NoBatch, nargs="?", help=argparse.SUPPRESS)
     return group
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from jaxllm.engine.local import NO_TOKEN, Top
@@ -20,6 +21,27 @@ Logits = np.ndarray | Top  # float32 [N, V], or the largest of each row
 Hidden = Any  # an engine's own form of hidden states
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def frees_on_failure(method: Method) -> Method:
+    """A method of an engine that raises `DoesNotFit` where a device runs out of memory, with what
+    it has made freed. Who called it is to `recover` the engine, as after any other failure."""
+
+    @wraps(method)
+    def run(self: Engine, *args: Any, **kw: Any) -> Any:
+        self.at_work = None
+        try:
+            with memory_of(self.plan, lambda: self.at_work):
+                return method(self, *args, **kw)
+        except DoesNotFit as error:
+            refused = error.bare()
+        free_frames()
+        raise refused
+
+    return run  # type: ignore[return-value]
+
+
 class Engine(ABC):
     """Runs steps over the rows of a batch and keeps their cache.
 
@@ -28,7 +50,7 @@ class Engine(ABC):
 
         begin     release (empty), or reuse (with the beginning of a row); encode, with an encoder
         steps     forward, logits, settle
-        end       release (forgotten), or park (kept, for reuse and read_row)
+        end       release (forgotten), or park (kept, for reuse, read_row and unpark)
     """
 
     plan: Plan
@@ -98,7 +120,15 @@ class Engine(ABC):
         """Forget a row's cache."""
 
     def park(self, row: int) -> None:  # noqa: B027 (nothing to do is fine)
-        """A row's sequence has ended: keep its cache, take no part in steps."""
+        """Keep a row's cache, and take no part in steps: its sequence has ended, or rests."""
+
+    def unpark(self, row: int) -> None:  # noqa: B027 (nothing to do is fine)
+        """Let a row go on that was parked, or not."""
+
+    @frees_on_failure
+    def wait(self, hidden: Hidden) -> None:
+        """Return when the step that gave these hidden states is done."""
+        jax.block_until_ready(hidden)
 
     @abstractmethod
     def holds(self, row: int, length: int) -> bool:
@@ -142,27 +172,6 @@ class Engine(ABC):
         """After anything that failed or was interrupted: give up what it has begun. Its rows are to
         be released; all of them, if the answer is that their cache was lost with it."""
         return False
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def frees_on_failure(method: Method) -> Method:
-    """A method of an engine that raises `DoesNotFit` where a device runs out of memory, with what
-    it has made freed. Who called it is to `recover` the engine, as after any other failure."""
-
-    @wraps(method)
-    def run(self: Engine, *args: Any, **kw: Any) -> Any:
-        self.at_work = None
-        try:
-            with memory_of(self.plan, lambda: self.at_work):
-                return method(self, *args, **kw)
-        except DoesNotFit as error:
-            refused = error.bare()
-        free_frames()
-        raise refused
-
-    return run  # type: ignore[return-value]
 
 
 def merge_logits(parts: Sequence[np.ndarray]) -> np.ndarray:

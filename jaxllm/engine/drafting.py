@@ -181,6 +181,10 @@ class DraftingEngine(Engine):
         self.target.park(row)
         self.draft.park(row)
 
+    def unpark(self, row: int) -> None:
+        self.target.unpark(row)
+        self.draft.unpark(row)
+
     def holds(self, row: int, length: int) -> bool:
         both = self.target.holds(row, length) and self.draft.holds(row, length)
         return both and self.ends_at(row, length)

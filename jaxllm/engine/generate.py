@@ -1,8 +1,9 @@
 """Generation: requests take rows, are prefilled in chunks, and decode together.
 
 A row is prefilled alone, in programs of one row, and decodes in programs of all rows; so what a
-request computes never depends on its neighbours. A row whose request ends keeps what it holds
-(`jaxllm.engine.prefixes`) and is free for the next request at once.
+request computes never depends on its neighbours. One prompt is prefilled after another, and between
+two steps of the sequences that run no more of them than `batch` tokens. A row whose request ends
+keeps what it holds (`jaxllm.engine.prefixes`) and is free for the next request at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,71 +21,13 @@ from jaxllm import interrupts
 from jaxllm.engine.base import Engine
 from jaxllm.engine.drafting import DraftingEngine
 from jaxllm.engine.local import NO_TOKEN
+from jaxllm.engine.prefill import Prefill
 from jaxllm.engine.prefixes import Held, Rows
 from jaxllm.engine.sampling import NO_NUMBERS, Logprob, Sampler, SamplingParams, common_top
 from jaxllm.errors import ModelError
+from sharding import PlanOptions
 
 FinishReason = Literal["stop", "length", "context"]
-SMALLEST_CHUNK = 16
-LOGIT_PLACES = 64  # positions that one head program takes when all are asked for
-
-
-def chunk_sizes(ubatch: int) -> tuple[int, ...]:
-    """Token counts that prefill programs exist for: powers of four from 16 up to `ubatch`."""
-    sizes = []
-    size = SMALLEST_CHUNK
-    while size < ubatch:
-        sizes.append(size)
-        size *= 4
-    return (*sizes, ubatch)
-
-
-def chunks(start: int, count: int, ubatch: int) -> Iterator[tuple[int, int, int]]:
-    """(position, tokens, program size) of each chunk of `count` tokens from `start` on.
-
-    A chunk's program never reaches across a multiple of `ubatch`: a ring writes it as one slice.
-    """
-    at, end = start, start + count
-    while at < end:
-        fitting = [n for n in chunk_sizes(ubatch) if at % ubatch + n <= ubatch]
-        size = next((n for n in fitting if n >= end - at), fitting[-1])
-        used = min(size, end - at)
-        yield at, used, size
-        at += used
-
-
-def prefill(
-    engine: Engine, row: int, ids: Sequence[int], ubatch: int, start: int = 0
-) -> Iterator[tuple[Any, int, int]]:
-    """Run a prompt through row `row`, which holds its first `start` positions; each chunk's hidden
-    states, tokens and program size."""
-    for at, used, size in chunks(start, len(ids) - start, ubatch):
-        padded = _padded(ids[at : at + used], size)
-        with interrupts.kept():
-            hidden = engine.forward(padded, row, np.asarray([at], np.int32), used)
-            engine.settle(row, np.asarray([at + used]))
-        yield hidden, used, size
-
-
-def places(size: int, used: int) -> Iterator[np.ndarray]:
-    """Places of a chunk whose logits are made at once, up to those of its used tokens."""
-    step = min(size, LOGIT_PLACES)
-    yield from (at + np.arange(step) for at in range(0, used, step))
-
-
-def encode(engine: Engine, row: int, ids: Sequence[int], ubatch: int) -> None:
-    """Run a prompt of at most `ubatch` tokens through the encoder, for the decoder's steps of row
-    `row`, which is empty."""
-    [(_, used, size)] = chunks(0, len(ids), ubatch)
-    with interrupts.kept():
-        engine.encode(_padded(ids, size), row, used)
-
-
-def _padded(ids: Sequence[int], size: int) -> np.ndarray:
-    """Tokens as a chunk's program takes them, int32 [1, size]."""
-    tokens = np.zeros((1, size), np.int32)
-    tokens[0, : len(ids)] = ids
-    return tokens
 
 
 @dataclass
@@ -139,63 +83,91 @@ class Request:
             self.finish_reason = "context"
 
 
+class _Filling(NamedTuple):
+    """A request whose prompt is on its way through a row."""
+
+    request: Request
+    prompt: Prefill
+
+
 def generate(
-    engine: Engine, requests: Sequence[Request], rows: Rows, ctx: int, ubatch: int
+    engine: Engine, requests: Sequence[Request], rows: Rows, options: PlanOptions
 ) -> Iterator[tuple[Request, int | None]]:
     """Work off requests; yields (request, token) for every new token and (request, None) at its
     end. Closed early, rows keep what they hold; after an exception the rows in use hold nothing."""
+    ctx = options.ctx
     waiting = deque(requests)
     running: list[Request | None] = [None] * rows.slots
+    filling: _Filling | None = None
     flight: _Flight | None = None
+    room = inf  # tokens of prompts until those that run take a step
     try:
-        while waiting or any(running):
-            while waiting and None in running:
-                yield from _start(engine, rows, running, waiting.popleft(), ctx, ubatch)
+        while waiting or filling or any(running):
+            while filling or (waiting and None in running):
+                room = min(room, options.batch) if any(running) else inf
+                filling = filling or _begin(engine, rows, running, waiting.popleft(), options)
+                room -= _fill(filling, room)
+                if not filling.prompt.done:
+                    break
+                full = filling
+                running[full.prompt.row], filling = full.request, None
+                yield from _take_first(engine, rows, running, full, ctx)
+            before = flight
             if any(r and not r.params.plainly_greedy for r in running) and flight is None:
                 yield from _advance(engine, rows, running, ctx)
             elif any(running) and isinstance(engine, DraftingEngine) and engine.count:
                 yield from _advance_drafting(engine, rows, running, ctx)
             elif any(running):
                 flight = yield from _advance_greedy(engine, rows, running, ctx, flight)
+            if before is None or flight is not None:  # one has begun, not only ended
+                room = inf
     except GeneratorExit:  # it comes between steps
         for row, request in enumerate(running):
             if request is not None:
                 _end(engine, rows, running, row, request)
         raise
     finally:
-        for row, request in enumerate(running):
-            if request is not None:
-                rows.forget(row)
-                engine.release(row)
+        in_use = [row for row, request in enumerate(running) if request is not None]
+        for row in [*in_use, *([filling.prompt.row] if filling else [])]:
+            rows.forget(row)
+            engine.release(row)
 
 
-def _start(
+def _begin(
     engine: Engine,
     rows: Rows,
-    running: list[Request | None],
+    running: Sequence[Request | None],
     request: Request,
-    ctx: int,
-    ubatch: int,
-) -> Iterator[tuple[Request, int | None]]:
-    began = time.perf_counter()
+    options: PlanOptions,
+) -> _Filling:
+    """Choose a row for a request; nothing runs yet."""
     free = [row for row, other in enumerate(running) if other is None]
     start = rows.choose(request.prompt, free, engine.holds)
-    row, request.cached = start.row, start.length
-    running[row] = request
-    rows.forget(row)
-    with interrupts.kept():
-        if start.length:
-            engine.reuse(start.source, row, start.length)
-        else:
-            engine.release(row)
-        if request.source:
-            encode(engine, row, request.source, ubatch)
-        *_, (hidden, used, _) = prefill(engine, row, request.prompt, ubatch, start.length)
-        logits = engine.logits(hidden, np.asarray([[used - 1]]), request.params.top)
+    request.cached = start.length
+    rows.forget(start.row)
+    prompt = Prefill(engine, start, request.prompt, options.ubatch, request.source)
+    return _Filling(request, prompt)
+
+
+def _fill(filling: _Filling, room: float) -> int:
+    """Run no more than `room` tokens of a prompt; how many that were."""
+    began = time.perf_counter()
+    count = filling.prompt.advance(room)
+    filling.request.prompt_seconds += time.perf_counter() - began
+    return count
+
+
+def _take_first(
+    engine: Engine, rows: Rows, running: list[Request | None], filled: _Filling, ctx: int
+) -> Iterator[tuple[Request, int | None]]:
+    """The token after a prompt that is done."""
+    began = time.perf_counter()
+    request, row = filled.request, filled.prompt.row
+    logits = filled.prompt.logits(request.params.top)
     count = len(request.prompt)
     if rows.keep:
         rows.hold(row, Held(request.prompt, count, count))
-    request.prompt_seconds = time.perf_counter() - began
+    request.prompt_seconds += time.perf_counter() - began
     yield from _take(engine, rows, running, row, logits, 0, ctx)
 
 

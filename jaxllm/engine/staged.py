@@ -285,6 +285,10 @@ class StagedEngine(Engine):
         for store in self.stores:
             store.park(row)
 
+    def unpark(self, row: int) -> None:
+        for store in self.stores:
+            store.unpark(row)
+
     def holds(self, row: int, length: int) -> bool:
         return self.ends_at(row, length) and all(
             self.trimmed.get((row, window), 0) <= max(0, length - window + 1)

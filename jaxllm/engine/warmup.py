@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxllm import interrupts
 from jaxllm.engine.base import Engine
-from jaxllm.engine.generate import chunk_sizes
+from jaxllm.engine.prefill import chunk_sizes
 from jaxllm.engine.sampling import TOPS
 from sharding import Plan
 

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.generate import prefill
+from jaxllm.engine.prefill import prefill
+from jaxllm.models.config import Draft
+from jaxllm.models.decoder import DecoderBlock
+from jaxllm.models.recurrent import DeltaNet
+from mesh_models import MODELS
 from support import (
     PLACES,
     assert_close,
@@ -27,6 +31,10 @@ LENGTHS = (50, 17, 33, 5)
 BUDGETS = (3, 9, 6, 14)  # the longest prompt finishes first
 PROMPTS = [random_ids(n, 128, seed=n) for n in LENGTHS]
 FORCED = [random_ids(n, 128, seed=100 + n) for n in BUDGETS]
+ATTENTION = layer_config(8, 2, 16, mlp=64)
+NET = DeltaNet(groups=5, v_heads=1, dim=8, kernel=4, tiled=True, joined=False)
+RECURRENT = layer_config(0, 1, 16, mlp=64, rope=None, recurrent=NET)
+DRAFTED = DecoderBlock, model_config([RECURRENT, ATTENTION], draft=Draft(ATTENTION))
 MODEL = model_config([layer_config(4, 2, 32, window=24), layer_config(4, 2, 32)], vocab=128)
 
 
@@ -175,3 +183,22 @@ def test_link_bytes_of_prompts_among_others(kind: str):
     finally:
         for row in range(SLOTS):
             llm.engine.release(row)
+
+
+@pytest.mark.parametrize("kind", ["fused", "host-4", "uneven"])
+@pytest.mark.parametrize("model", ["recurrent", "gemma2", "encoded", "draft"])
+def test_prompts_in_parts_among_others(kind: str, model: str):
+    """With -b, states, windows, what an encoder left and what a draft waits for stay as they are
+    while a row's prompt is half done."""
+    block, cfg = DRAFTED if model == "draft" else MODELS[model]
+    arguments = KINDS[kind] | dict(parallel=2, group_pages=2, prefix_cache=False, block=block)
+    if model == "draft":
+        arguments |= dict(spec_type="draft-mtp", spec_draft_n_max=2)
+    ubatch = 64 if model == "encoded" else 16  # an encoder reads all at once
+    prompts = [random_ids(n, cfg.vocab, seed=n) for n in (9, 60, 35, 17)]
+    whole, parts = (
+        make_llm(cfg, ubatch=ubatch, batch=batch, **arguments) for batch in (1024, ubatch)
+    )
+    for params in (SamplingParams(12, temperature=0), SamplingParams(12, temperature=1, seed=1)):
+        expected, found = (llm.generate(prompts, params) for llm in (whole, parts))
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]

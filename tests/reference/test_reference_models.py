@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.generate import prefill
+from jaxllm.engine.prefill import prefill
 
 CASES = ("eng64", "code64", "long1500_last64")
 PROMPTS = ("raw_capital", "raw_code", "chat_sky", "raw_multi", "long600", "long1500")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.engine import fused, staged, staged_step
-from jaxllm.engine.generate import LOGIT_PLACES
+from jaxllm.engine.prefill import LOGIT_PLACES
 from jaxllm.engine.stages import StageIn
 from jaxllm.models.experts import BLOCK_ROWS
 from jaxllm.models.parts import BlockIndexer, Experts, Indexer, Latent, Relative, Rope

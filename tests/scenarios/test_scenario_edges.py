@@ -23,7 +23,7 @@ from jaxllm.cache.attention import (
     start_carry,
 )
 from jaxllm.cache.groups import group_sizes
-from jaxllm.engine.generate import chunk_sizes
+from jaxllm.engine.prefill import chunk_sizes
 from jaxllm.testing import random_llm
 from scenarios.runs import config
 from support import assert_close, nmse, random_ids, run

@@ -118,6 +118,8 @@ def test_numbers_of_numpy_are_numbers():
         {"ctx": True},
         {"parallel": "2"},
         {"ubatch": 16.0},
+        {"batch": "2048"},
+        {"batch": True},
         {"dtype": 32},
         {"devices": "2"},
         {"devices": 1.0},

@@ -132,6 +132,18 @@ def test_a_combination_that_cannot_be_is_a_row(cli: Cli, refused: Callable[..., 
     assert "shares for 2 devices" in only
 
 
+def test_a_sweep_of_batches(cli: Cli, small: str):
+    """Chunks that a batch has no room for are a row that says so; -ub goes with a smaller -b."""
+    line = ("bench", "-m", small, "-p", "0", "-n", "0", "-pg", "40,4", "-np", "2", "-r", "1")
+    rows = json.loads(cli(*line, *TINY, "-b", "16,8,64", "-o", "json")[1])["rows"]
+    assert [row["batch"] for row in rows] == [16, 8, 64]
+    assert [row["test"] for row in rows] == ["pg40+4", "-", "pg40+4"]
+    assert "--batch-size/-b is 8" in rows[1]["error"]
+    assert "batch" in str(Results(tuple(rows))).splitlines()[1]
+    rows = json.loads(cli(*line, "-c", "64", "--page", "16", "-b", "40", "-o", "json")[1])["rows"]
+    assert [(row["batch"], row["ubatch"]) for row in rows] == [(40, 32)]
+
+
 def test_nothing_is_reused(cli: Cli, small: str, monkeypatch: pytest.MonkeyPatch):
     """Every repetition computes its whole prompt."""
     cached, generate = [], LLM.generate
@@ -195,7 +207,6 @@ def test_options_that_cannot_be(refused: Callable[..., str], small: str, tmp_pat
     assert "'1,q9' is not" in refused("bench", "-m", small, "-ctk", "1,q9")
     assert "'2' is not 0 or 1" in refused("bench", "-m", small, "-nkvo", "2")
     assert "'8' is not two numbers" in refused("bench", "-m", small, "-pg", "8")
-    assert "chunk of -ub tokens" in refused("bench", "-m", small, "-b", "512,2048")
     assert "--repetitions is 0" in refused("bench", "-m", small, "-r", "0")
     assert "--json does not go with -o md" in refused("bench", "--json", "-o", "md")
     assert "give both" in refused("bench", "-m", small, "--peer", "transformers")

@@ -297,8 +297,8 @@ def test_models_and_fetch(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_options_reach_the_plan_under_their_names():
     line = (
         "generate x -sm tensor -ts 3,1 -as 2,1 -nkvo -ctk q8_0 -ctv bf16 --no-kv-rotate -c 99"
-        " -np 3 -ub 64 --dtype float16 --engine staged --rounding llama.cpp --dither --kv-replicate"
-        " --page 32 --group-pages 5 --tail-pages 7 --prefetch 6 --devices 2 -kvgl 4"
+        " -np 3 -b 256 -ub 64 --dtype float16 --engine staged --rounding llama.cpp --dither"
+        " --kv-replicate --page 32 --group-pages 5 --tail-pages 7 --prefetch 6 --devices 2 -kvgl 4"
         " --kv-device-bytes 1.5G"
         " --link-gbps 24.2,3.3 --no-kv-pinned -kvgld 1 --spec-type draft-mtp --spec-draft-n-max 2"
         " --recurrent-state host"
@@ -321,6 +321,7 @@ def test_options_reach_the_plan_under_their_names():
         "kv_rotate": False,
         "ctx": 99,
         "parallel": 3,
+        "batch": 256,
         "ubatch": 64,
         "dtype": "float16",
         "engine": "staged",

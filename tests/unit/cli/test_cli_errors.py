@@ -271,6 +271,8 @@ def test_an_unknown_name_lists_the_known(refused: Refused):
     ("options", "said"),
     [
         (("-ub", "48"), "--ubatch-size/-ub is 48"),
+        (("-b", "48", "-ub", "64"), "--batch-size/-b is 48"),
+        (("-b", "0"), "--batch-size/-b is 0"),
         (("--page", "7"), "--page is 7"),
         (("-np", "0"), "--parallel/-np is 0"),
         (("-c", "0"), "(-c)"),

@@ -143,6 +143,15 @@ def test_a_model_is_loaded_as_a_fit_chooses(small: str, rates: list[str]):
         LLM.from_gguf(small, devices=2, fit=True, tensor_split="1,1")
 
 
+def test_a_fit_chooses_chunks_that_a_batch_has_room_for(rates: list[str]):
+    cfg = model_config([layer_config(8, 2, 16)])
+    for given, chosen in ((dict(batch=200), {128}), (dict(batch=40), {32}), ({}, {128, 256})):
+        llm = LLM.from_config(cfg, devices=1, ctx=256, fit=True, dtype="float32", **given)
+        assert llm.plan.options.ubatch in chosen
+    with pytest.raises(PlanError, match="--batch-size/-b is 40; .*-ub 64"):
+        LLM.from_config(cfg, devices=1, ctx=256, fit=True, batch=40, ubatch=64)
+
+
 def test_a_hybrid_is_loaded_as_a_fit_chooses(rates: list[str]):
     net = DeltaNet(groups=4, v_heads=1, dim=8, kernel=4, tiled=True, joined=False)
     layers = [layer_config(0, 1, 16, rope=None, recurrent=net), layer_config(4, 2, 16)]

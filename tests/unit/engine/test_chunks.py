@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.engine.generate import chunk_sizes, chunks
+from jaxllm.engine.prefill import chunk_sizes, chunks
 
 UBATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
 

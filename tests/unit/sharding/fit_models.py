@@ -59,6 +59,13 @@ def gemma4(layers: int = 64) -> Model:
     return _large((window, window, window, window, window, full), layers, 262144, 5376)
 
 
+def three_counts(layers: int = 64) -> Model:
+    """Layers of 16, 8 and 4 heads by turns, the last without a window."""
+    some = LayerShape(16, 2, 128, 128, 14336, window=1024)
+    full = LayerShape(4, 8, 256, 256, 14336)
+    return _large((some, replace(some, kv_heads=8, q_per_kv=4), full), layers, 128256, 4096)
+
+
 def qwen3_next(layers: int = 64) -> Model:
     """Recurrent layers, three of four, and mixtures with an MLP beside; fewer experts than 512."""
     sizes = dict(experts=128, experts_used=10, shared_mlp=512)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fit_models import deepseek, gemma3, gemma4, qwen3_next
+from fit_models import deepseek, gemma3, gemma4, qwen3_next, three_counts
 from sharding_models import tensors
 
 from sharding import (
@@ -27,6 +27,7 @@ from sharding.errors import FitError
 from sharding.fit import Fit, fit
 from sharding.fit_joint import shares_of
 from sharding.fit_report import explain
+from sharding.fit_room import taken
 from sharding.fit_search import Allowed
 from sharding.fit_tables import Workload
 
@@ -79,6 +80,7 @@ def yardstick() -> float:
         pytest.param(gemma3(), 32768, id="windows"),
         pytest.param(gemma4(), 32768, id="unlike heads"),
         pytest.param(gemma4(), 131072, id="unlike heads, streamed"),
+        pytest.param(three_counts(), 131072, id="three counts of heads"),
         pytest.param(qwen3_next(), 131072, id="hybrid"),
         pytest.param(deepseek(), 131072, id="dense, then mixtures"),
     ],
@@ -228,6 +230,57 @@ def test_weights_larger_than_all_memory():
     ) as refused:
         fit(shape, mesh, PlanOptions(ctx=4096, itemsize=2), weights, ONE)
     assert refused.value.largest_ctx is None
+
+
+def test_tails_larger_than_all_memory():
+    """Where weights have room, tails of the cache are told, and what makes them smaller."""
+    mesh, (shape, weights) = Mesh(eight().devices[:3]), large(8, 2)
+    options = PlanOptions(ctx=4096, itemsize=2, tail_pages=1 << 20)
+    said = (
+        "weights take [0-9]{10} bytes and tails of the cache [0-9]{13} .--tail-pages 1048576. and"
+    )
+    with pytest.raises(FitError, match=f"{said}.*; use a smaller --tail-pages, a smaller model"):
+        fit(shape, mesh, options, weights, replace(ONE, split_modes=("tensor",)))
+    found = fit(shape, mesh, options, weights, ONE)  # on one device a fused cache has no tails
+    (over,) = [c for c in found.considered if c.kind == "tensor over 2"]
+    assert over.plan is None and "and tails of the cache" in over.why and "of 4" in over.why
+    options = PlanOptions(ctx=4096, itemsize=2, slots=100000)
+    with pytest.raises(
+        FitError, match="tails of the cache .* use fewer sequences .-np., a smaller"
+    ):
+        fit(shape, mesh, options, weights, ONE)
+
+
+def test_what_leaves_no_room():
+    """Weights, or the smaller of tails and, on one device, the whole cache; of the settings that
+    take least."""
+    shape, size = large(8, 2)[0], 2 * 2 * 8 * 2 * 128 * 2  # two sequences' position in two layers
+    options = PlanOptions(ctx=4096, page=256, ubatch=512, slots=2, cache_type_k="f16", itemsize=2)
+    options = replace(options, cache_type_v="f16", tail_pages=4)
+    settings = [replace(options, cache_type_k="f32"), options, replace(options, ubatch=1024)]
+    assert taken(shape, 10, 9, settings) == "weights take 10 bytes"
+    said = "weights take 9 bytes and tails of the cache"
+    assert taken(shape, 9, 9, settings) == f"{said} {size * (1024 + 512)} (--tail-pages 4)"
+    assert taken(shape, 9, 9, settings, alone=True).startswith(said)
+    settings = [replace(options, tail_pages=32)]
+    found = taken(shape, 9, 9, settings, alone=True)
+    assert found == f"weights take 9 bytes and the cache {size * 4096}"
+
+
+@pytest.mark.parametrize("looks", [0, 64])
+def test_the_fastest_does_not_hang_on_rough_searches(looks: int, monkeypatch: pytest.MonkeyPatch):
+    """What these leave open is no proof; it is looked at again."""
+    shape, weights = gemma4(12)
+    mesh, options = Mesh(eight().devices[:3], fabric=eight().fabric), PlanOptions(ctx=32768)
+
+    def fastest() -> float:
+        found = fit(shape, mesh, options, weights, Allowed((("f16", "f16"),)))
+        assert found.missed == 0
+        return min(c.seconds for c in found.considered if c.plan)
+
+    expected = fastest()
+    monkeypatch.setattr("sharding.fit_search.ROUGH_BOXES", looks)
+    assert fastest() == pytest.approx(expected, rel=2e-5)
 
 
 def test_reports():
