@@ -52,11 +52,13 @@ class PageStore:
         self.group_pages = group_pages  # of the largest groups
         self._groups = GroupMaker(device, group_pages, host)
         self._runs: list[dict[Run, list[Group]]] = [{} for _ in range(layers)]
+        self._unjoined: dict[tuple[int, Run], None] = {}  # runs of layers with new groups, in order
         self._together: set[int] = set()  # rows that step together
         self._parked: set[int] = set()
 
     def add(self, row: int, first: int, layers: Mapping[int, tuple[Array, ...]]) -> None:
-        """Take over full pages [M, K, P, ...] of one row from position `first` on, by layer."""
+        """Take over full pages [M, K, P, ...] of one row from position `first` on, by layer. They
+        are joined at the beginning of the next step (`arrange`), which alone has to wait for it."""
         mixed = row in self._together
         run = MIXED if mixed else (row,)
         new = []
@@ -65,7 +67,12 @@ class PageStore:
             new += [(groups, each) for each in self._new(layer, first, pages, groups, mixed)]
         made = self._groups.make_all([each for _, each in new], (row,), mixed)
         for (groups, _), group in zip(new, made, strict=True):
-            self._push(groups, group)
+            if mixed:
+                self._push(groups, group)
+            else:
+                groups.append(group)
+        if not mixed:
+            self._unjoined |= dict.fromkeys((layer, run) for layer in layers)
 
     def _new(
         self, layer: int, first: int, pages: Pages, groups: list[Group], mixed: bool
@@ -122,8 +129,14 @@ class PageStore:
         self._change(layer, {row}, left)
 
     def arrange(self, row: int, rows: int) -> None:
-        """Make ready for a step of rows row .. row + rows: mix small groups of those that step
-        together, and take those of one that steps alone out again."""
+        """Make ready for a step of rows row .. row + rows: join new groups, mix small ones of those
+        that step together, and take those of one that steps alone out again."""
+        for layer, run in self._unjoined:
+            groups = self._runs[layer].get(run, [])
+            new, groups[:] = groups[:], []
+            for group in new:
+                self._push(groups, group)
+        self._unjoined.clear()
         if rows == 1:
             self._set_apart(row)
         elif self.mixes:
