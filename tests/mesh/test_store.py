@@ -77,6 +77,10 @@ class Model:
             self.store.park(row)
             self.parked.add(row)
 
+    def unpark(self, row: int) -> None:
+        self.store.unpark(row)
+        self.parked.discard(row)
+
     def adopt(self, source: int, row: int, pages: int) -> None:
         end = min(pages * PAGE, self.next[source])
         self.store.adopt(source, row, end)
@@ -180,6 +184,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("release"), st.integers(0, ROWS - 1), st.just(0)),
     st.tuples(st.just("trim"), st.integers(0, ROWS - 1), st.integers(0, 60)),
     st.tuples(st.just("park"), st.integers(0, ROWS - 1), st.just(0)),
+    st.tuples(st.just("unpark"), st.integers(0, ROWS - 1), st.just(0)),
     st.tuples(st.just("adopt"), st.integers(0, ROWS - 1), st.integers(0, 10 * ROWS)),
     st.tuples(st.just("row"), st.integers(0, ROWS - 1), st.booleans()),
     st.tuples(st.just("all"), st.just(0), st.booleans()),
@@ -213,6 +218,8 @@ def test_random_lives(
                 model.trim(layer, row, value)
         elif action == "park":
             model.park(row)
+        elif action == "unpark":
+            model.unpark(row)
         elif action == "adopt":
             model.adopt(row, value % ROWS, value // ROWS)
         elif action == "row":
@@ -221,6 +228,15 @@ def test_random_lives(
             model.visit(0, ROWS, again=bool(value))
         model.check_held()
     model.visit(0, ROWS, again=False)
+
+
+def test_new_groups_are_joined_when_a_step_begins():
+    """Whoever is given a token before does not wait for it."""
+    model = Model("pinned", 4, 2, 1)
+    for _ in range(9):
+        model.add(0, 1)
+    assert [len(g.firsts) for g in model.store._in_order(0, {0})] == [1] * 9
+    assert [len(firsts) for firsts, _ in model.groups(0, 1)] == [4, 4, 1]
 
 
 def test_rows_that_step_together_send_large_groups():
