@@ -30,7 +30,7 @@ from jaxllm.models.quantised import Quantised
 from jaxllm.models.sections import Section
 from sharding import Context, Plan, TensorShape
 
-LOADERS = 16  # tensors that are read at a time, at most: each waits in host memory to be copied
+LOADERS = 8  # tensors that are read at a time, at most: each waits in host memory to be copied
 
 
 class Leaves(NamedTuple):
