@@ -132,10 +132,11 @@ class PageStore:
         """Make ready for a step of rows row .. row + rows: join new groups, mix small ones of those
         that step together, and take those of one that steps alone out again."""
         for layer, run in self._unjoined:
-            groups = self._runs[layer].get(run, [])
-            new, groups[:] = groups[:], []
-            for group in new:
-                self._push(groups, group)
+            joined: list[Group] = []
+            for group in self._runs[layer].get(run, []):
+                self._push(joined, group)
+            if joined:
+                self._runs[layer][run] = joined  # all or none: a join may fail, or be interrupted
         self._unjoined.clear()
         if rows == 1:
             self._set_apart(row)

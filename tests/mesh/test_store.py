@@ -260,6 +260,30 @@ def test_rows_that_step_together_send_large_groups():
     assert sizes == [8, 8, 8]  # of 8 + 4 + 1, 4 + 1 and 4 + 1 + 1
 
 
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_join_that_fails_loses_no_page(failing: int, monkeypatch: pytest.MonkeyPatch):
+    """New pages of a row that rests are still there when a step of another cannot join them."""
+    model = Model("pinned", 4, 2, 1)
+    for _ in range(9):
+        model.add(0, 1)
+    model.park(0)
+    join, left = model.store._groups.join, iter(range(1, 9))
+
+    def interrupted(groups: Any) -> Any:
+        if next(left) == failing:
+            raise KeyboardInterrupt
+        return join(groups)
+
+    monkeypatch.setattr(model.store._groups, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.visit(1, 1, False)
+    model.check_held()
+    model.visit(1, 1, False)
+    model.check_held()
+    model.adopt(0, 0, 9)
+    assert model.groups(0, 1) == [((0, 4, 8, 12), (0,)), ((16, 20, 24, 28), (0,)), ((32,), (0,))]
+
+
 def test_shared_pages_are_groups_of_their_own():
     """They are cut where what is shared ends, and joined again when no longer shared."""
     model = Model("pinned", 4, 2, 1)
