@@ -25,7 +25,8 @@ def rehearse(engine: StagedEngine, chunk: int) -> Iterator[int]:
         yield from _groups(engine, chunk)
     finally:
         engine.stages = "together"
-    if chunk == 1 and engine.plan.options.tail_pages > 1:
+    options = engine.plan.options
+    if chunk == 1 and 1 < options.tail_pages <= options.ctx // options.page:
         _prefixes(engine)
     engine.release(0)
 
@@ -69,7 +70,7 @@ def _prefixes(engine: StagedEngine) -> None:
 @frees_on_failure
 def _hold_pages(engine: StagedEngine, counts: Sequence[int], everywhere: bool = False) -> None:
     """Let row 0 have so many pages in every layer, or in one of each kind, taken from the tail so
-    many at a time, and nothing else."""
+    many at a time, and nothing else; they are joined as for a step."""
     engine.release(0)
     roles: tuple[Role, ...] = ("decoder", "memory")
     for device, (store, model) in enumerate(zip(engine.stores, engine.models, strict=True)):
@@ -80,3 +81,4 @@ def _hold_pages(engine: StagedEngine, counts: Sequence[int], everywhere: bool = 
                 first = before * engine.page
                 pages = engine.cut(device, layers, 0, first, count)
                 store.add(0, first, {i: pages[i] for i in kept})
+        store.arrange(0, 1)

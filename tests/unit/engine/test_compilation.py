@@ -65,6 +65,34 @@ def test_pages_of_a_chunk_that_are_taken_apart_compile_nothing():
     assert len(found) == 0
 
 
+def test_joins_of_pages_that_a_chunk_fills_together_compile_nothing():
+    """A chunk fills a whole group, but decoding fills its pages one by one."""
+    cfg = small_config(k_dim=24, embed=32, mlp=48)
+    arguments: dict[str, Any] = dict(ctx=256, page=16, ubatch=128, group_pages=4)
+    llm = random_llm(cfg, engine="staged", **arguments)
+    llm.warmup()
+    with compilations() as found:
+        llm.generate([[1] * 3], SamplingParams(max_tokens=70, temperature=0))
+    assert len(found) == 0
+
+
+@pytest.mark.parametrize("together", [1, 4, 8, 64])
+def test_a_warm_up_holds_no_more_than_a_context(together: int, monkeypatch: pytest.MonkeyPatch):
+    """Also where tails keep all of it."""
+    llm = make("host", ctx=128, tail_pages=together)
+    [store], page = llm.engine.stores, llm.plan.page_bytes(0, 0)
+    most, add = 0, store.add
+
+    def held(*given: Any) -> None:
+        nonlocal most
+        add(*given)
+        most = max(most, sum(store.held_bytes().values()))
+
+    monkeypatch.setattr(store, "add", held)
+    llm.warmup()
+    assert 0 < most <= len(llm.plan.layers) * 128 // 32 * page
+
+
 @pytest.mark.parametrize("kind", ["fused", "uneven, host"])
 def test_windows_and_smaller_groups(kind: str):
     """Pages that leave a window cut their group."""
