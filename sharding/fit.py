@@ -145,12 +145,10 @@ def _nothing_fits(search: Search) -> FitError:
         )
     free = sum(d.free or 0 for d in search.mesh.devices)
     size, options = sum(t.nbytes for t in search.tensors), search.options
-    fewer = "a smaller --tail-pages, " if options.tail_pages > 1 else ""
-    fewer += "fewer sequences (-np), " if options.slots > 1 else ""
+    fewer = "fewer sequences (-np), " if options.slots > 1 and size <= free else ""
     return FitError(
-        f"no plan fits these devices with any context: {search.takes(free)} and {free} are free in"
-        f" all; use {fewer if size <= free else ''}a smaller model, a narrower --dtype or more"
-        " devices."
+        f"no plan fits these devices with any context: {search.takes(free, options.page)} and"
+        f" {free} are free in all; use {fewer}a smaller model, a narrower --dtype or more devices."
     )
 
 

@@ -21,8 +21,11 @@ def taken(
     tails, pages = min((_rings(model, each, "staged"), each.tail_pages) for each in settings)
     whole = min(_rings(model, each, "fused") for each in settings)
     if alone and whole <= tails:
-        return f"{said} and the cache {whole}"
-    return f"{said} and tails of the cache {tails} (--tail-pages {pages})"
+        least, cache = whole, f"the cache {whole}"
+    else:
+        least, cache = tails, f"tails of the cache {tails} (--tail-pages {pages})"
+    rest = ", beside what steps compute with," if weights + least <= room else ""
+    return f"{said} and {cache}{rest}"
 
 
 def _rings(model: ModelShape, options: PlanOptions, engine: EngineName) -> int:

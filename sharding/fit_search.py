@@ -323,13 +323,15 @@ class Search:
             else:
                 known = sorted((f for f in free if f is not None), reverse=True)
                 room = sum(known[: kind.n or None])
-            why = self.takes(room or 0, alone=kind.mode == "none")
+            why = self.takes(room or 0, self.options.ctx, alone=kind.mode == "none")
             yield kind.name, f"does not fit: {why} of {room} free"
 
-    def takes(self, room: int, alone: bool = False) -> str:
-        """What the model takes of so many bytes, in words; see `sharding.fit_room.taken`."""
+    def takes(self, room: int, ctx: int, alone: bool = False) -> str:
+        """What the model takes of so many bytes with a context, in words; see
+        `sharding.fit_room.taken`."""
         size = sum(t.nbytes for t in self.tensors)
-        settings = [each for types in self.allowed.cache_types for each in self.settings(*types)]
+        found = (each for types in self.allowed.cache_types for each in self.settings(*types))
+        settings = [replace(each, ctx=ctx) for each in found]
         return taken(self.model, size, room, settings, alone)
 
 
