@@ -132,10 +132,7 @@ class PageStore:
         """Make ready for a step of rows row .. row + rows: join new groups, mix small ones of those
         that step together, and take those of one that steps alone out again."""
         for layer, run in self._unjoined:
-            joined: list[Group] = []
-            for group in self._runs[layer].get(run, []):
-                self._push(joined, group)
-            if joined:
+            if joined := self._joined(self._runs[layer].get(run, [])):
                 self._runs[layer][run] = joined  # all or none: a join may fail, or be interrupted
         self._unjoined.clear()
         if rows == 1:
@@ -222,10 +219,15 @@ class PageStore:
         for run, groups in runs.items():
             if run is not MIXED:
                 groups.sort(key=lambda group: group.firsts[0])
-            runs[run] = []
-            for group in groups:
-                self._push(runs[run], group)
+            runs[run] = self._joined(groups)
         self._runs[layer] = runs
+
+    def _joined(self, groups: list[Group]) -> list[Group]:
+        """The groups of a run, those joined that fill a larger one."""
+        found: list[Group] = []
+        for group in groups:
+            self._push(found, group)
+        return found
 
     def _push(self, groups: list[Group], group: Group) -> None:
         """Add to a run; then join as long as the groups up to there fill one of the next size.

@@ -214,13 +214,14 @@ def _stage(
             if not here.kv_heads:
                 continue
             assert given.queries is not None and given.tail is not None
-            (q, carry), tail = given.queries, given.tail
+            (q, seen), tail = given.queries, given.tail
             places = step.row, step.seen_from(here.cfg), step.floor_of(here.cfg)
-            if isinstance(carry, Parts):
-                parts = carry
+            if isinstance(seen, Parts):
                 for pages, table in given.pages:
-                    parts, folded = _fold_parts(parts, q, pages, table, step, here=here)
-                carry = with_parts(start_attention(old, here.cfg, q), parts, q)
+                    seen, folded = _fold_parts(seen, q, pages, table, step, here=here)
+                carry = with_parts(start_attention(old, here.cfg, q), seen, q)
+            else:
+                carry = seen
             if here.flashes(x.shape[1], x.dtype, tail.capacity):
                 carry = attend_flash(here.cfg, carry, q, tail, *places)
             else:
