@@ -227,6 +227,8 @@ def test_random_lives(
         else:
             model.visit(0, ROWS, again=bool(value))
         model.check_held()
+        under_way = model.store._groups._joined  # on the device, whose room is bounded
+        assert sum(len(each.firsts) for each in under_way) <= 2 * group
     model.visit(0, ROWS, again=False)
 
 
