@@ -104,28 +104,26 @@ class Boxes:
         cells = self._t.mixers.tightened(low[:, at.groups].T, high[:, at.groups].T)
         low[:, at.groups], high[:, at.groups] = (each.T for each in cells)
         wires, set_wires, sets = self.wires(low, high)
-        for (a, b), (levels, others) in at.implied.items():
-            own = np.minimum(np.searchsorted(levels, low[:, a] / SLACK), len(levels) - 1)
-            low[:, b] = np.maximum(low[:, b], others[own])
-        least, starts = np.empty((2, len(low), 2))
+        for axis, (levels, implied) in at.implied.items():
+            own = np.minimum(np.searchsorted(levels, low[:, axis] / SLACK), len(levels) - 1)
+            low[:, at.terms] = np.maximum(low[:, at.terms], implied[own])
+        least, programs = np.empty((len(low), 2)), np.empty((len(low), 2, sets.shape[1]))
         for s in range(2):
             mlps = low[:, at.mlps[s]]
             apart = mlps[:, ~self._first[s][1:]].sum(1)
             apart += 0.0 if self._first[s][0] else self._heaviest[s]
             alone = self._heaviest[s] + mlps.sum(1)
             least[:, s] = low[:, at.mixers[s]].sum(1) + np.maximum(alone, apart + self._together[s])
-            exchanges, programs = x.of_sets(set_wires, sets, s)
+            exchanges, programs[:, s] = x.of_sets(set_wires, sets, s)
             least[:, s] += self._terms[s].constant + x.least[wires, s] + exchanges.sum(1)
-            starts[:, s] = x.starts[s] + programs.sum(1)
+        starts = x.starts + programs.sum(2)
         least = np.maximum(least, starts)
         least[:, 0] = low[:, CHUNK] = np.maximum(low[:, CHUNK], least[:, 0])
         most = (limit - least[:, ::-1] * self._count[::-1]) / self._count
         most[:, 0] = np.minimum(most[:, 0], high[:, CHUNK])
-        for c in range(sets.shape[1]):
-            for s in range(2):
-                left = most[:, s] * SLACK - starts[:, s] + x.set_starts[s, c, sets[:, c]]
-                devices = np.searchsorted(x.set_starts[s, c] * (1 - 1e-12), left, "right") - 1
-                many[:, c] = np.minimum(many[:, c], devices)
+        left = (most * SLACK - starts)[..., None] + programs
+        devices = (x.set_starts * (1 - 1e-12) <= left[..., None]).sum(-1) - 1  # [N, 2, sets]
+        np.minimum(many, devices.min(1), out=many)
         for a, b in self._inside:
             many[:, a] = np.minimum(many[:, a], many[:, b])
         for axis, total, lead in at.partial:
@@ -241,7 +239,7 @@ class Boxes:
 
 
 class Axes:
-    """Which of a box's bounds are of what: of each kind of step a slice of terms of mixers and of
+    """Which of a box's bounds are of what: of each kind of step a slice of `terms` of mixers and of
     MLPs but the heaviest, slices of cells of groups and of thresholds of blocks, of how many
     devices sets have and of where these are, and where all are."""
 
@@ -256,17 +254,13 @@ class Axes:
         self.place = self.size
         self.size += 1
         # Of terms of mixers: all values there are.
-        terms = {
-            axis: own
-            for at, each in zip(self.mixers, parts.terms, strict=True)
-            for axis, own in zip(range(at.start, at.stop), each.mixers, strict=True)
-        }
-        self.levels = {axis: np.unique(own) for axis, own in terms.items()}
-        # Some device has what the slowest of a term takes at least, so another term takes at least
+        self.terms = slice(self.mixers[0].start, self.mixers[-1].stop)
+        terms = np.concatenate([each.mixers for each in parts.terms])
+        axes = range(self.size)[self.terms]
+        self.levels = {axis: np.unique(own) for axis, own in zip(axes, terms, strict=True)}
+        # Some device has what the slowest of a term takes at least, so every term takes at least
         # what the fastest such device does.
-        self.implied = {
-            (a, b): _implied(terms[a], terms[b]) for a in terms for b in terms if a != b
-        }
+        self.implied = {axis: _implied(own, terms) for axis, own in zip(axes, terms, strict=True)}
 
         # Sets whose devices have groups or units of some totals: others have neither, but blocks.
         self.partial = [
@@ -296,8 +290,9 @@ def _halves(box: Box, axis: int, edge: float) -> list[Box]:
     return [box._replace(high=below), box._replace(low=above)]
 
 
-def _implied(one: Floats, other: Floats) -> tuple[Floats, Floats]:
-    """Values of one term, and the least of another where the one is at least that."""
+def _implied(one: Floats, terms: Floats) -> tuple[Floats, Floats]:
+    """Values of one term, [R, O], in order; and the least of all `terms` where the one is at least
+    that, [values, terms]."""
     order = np.argsort(one, axis=None)
-    least = np.minimum.accumulate(other.ravel()[order][::-1])[::-1]
-    return one.ravel()[order], least
+    least = np.minimum.accumulate(terms.reshape(len(terms), -1)[:, order[::-1]], axis=1)
+    return one.ravel()[order], least[:, ::-1].T

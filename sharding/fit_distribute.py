@@ -13,6 +13,7 @@ one set after the other is counted in sums, which leaves nothing open.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,24 +46,27 @@ class Distribution:
         bound = np.flatnonzero((need > 0).any(0) & out.any(1))
         bound = bound[need[:, bound].max(0, initial=0).argsort()]
         out, need = out[bound], need[:, bound]  # of devices that take part, those out of a set
-        prices, todo = np.zeros(need.shape), np.arange(len(worth))
+        todo, (prices, slopes) = np.arange(len(worth)), np.zeros((2, *need.shape))
         found, chosen = np.zeros(len(worth), bool), np.full(worth.shape[:2], -1)
-        for counted in np.repeat(np.arange(len(bound) + 1), [TRIES] * len(bound) + [1]):
+        for count in np.repeat(np.arange(len(bound) + 1), [TRIES] * len(bound) + [1]):
             if not len(todo):
                 break
-            prices[:, :counted] = 0.0
+            counted = np.flatnonzero(need[todo].any(0))[:count]
+            prices[:, counted] = 0.0
             paid = worth[todo] + (prices[todo] @ out)[:, None]
             goal = least[todo] + (prices * need)[todo].sum(1)
-            sums = self._over(bound[:counted], need[todo, :counted])
+            few = need[np.ix_(todo, counted)]
+            sums = self._over(bound[counted], few)
             self._effort.left -= paid.size * sums.count
-            may, options = sums.best(paid, need[todo, :counted], goal - TINY)
+            may, options = sums.best(paid, few, goal - TINY)
             todo, paid, goal = todo[may], paid[may], goal[may]
             more = (out[:, options] & (options >= 0)).sum(2).T - need[todo]
             keeps = (more >= 0).all(1) & (of(worth[todo], options).sum(1) >= least[todo])
             found[todo[keeps]], chosen[todo[keeps]] = True, options[keeps]
             slope = np.where((more < 0) | (prices[todo] > 0), more, 0)
+            slopes[todo] = slope = _ahead(slope, slopes[todo])
             over = of(paid, options).sum(1) - goal + 1
-            rise = 2 * over / np.maximum((slope**2).sum(1), 1)
+            rise = 2 * over / np.maximum((slope**2).sum(1), TINY)
             prices[todo] = np.maximum(prices[todo] - rise[:, None] * slope, 0.0)
             todo = todo[~keeps]
         return found, chosen[found]
@@ -78,8 +82,8 @@ class Distribution:
 
 
 class Ways(NamedTuple):
-    """All ways in which one more device leads to some `sums`: the sum `before`, and the option. Of
-    each sum they begin at one of the `starts`."""
+    """All ways in which one more device leads to some `sums`: the sum `before`, and the option, the
+    first of which is to take no part. Of each sum they begin at one of the `starts`."""
 
     sums: slice
     starts: np.ndarray
@@ -108,21 +112,21 @@ class Sums:
             before *= self._sizes[1 + i]
             before += left
         before[~able] = size
-        led, leads = np.zeros((2, n + 1, size + 1), bool)
-        led[0, 0] = leads[0, 0] = True
-        leads[n, :size] = (sums[at_least:] == np.array(most[at_least:])[:, None]).all(0)
+        led = np.zeros((n + 1, size + 1), bool)
+        led[0, 0] = True
         for used in range(1, n + 1):
             led[used, :size] = led[used - 1][before].any(0)
-        for used in range(n, 0, -1):
-            leads[used - 1][before[:, np.flatnonzero(leads[used, :size])]] = True
-        kept = np.flatnonzero((led & leads)[:, :size])
+        led = led[:, :size].reshape(n + 1, -1, math.prod(self._sizes[1 + at_least :]))
+        # Of sums that have to be `most`, what the devices left lack is what as many others lead to.
+        kept = np.flatnonzero(led & led.any(1, keepdims=True)[::-1, :, ::-1])
         self.count = len(kept)
         self._index = np.full(whole + 1, self.count)  # `count`: none
         self._index[kept] = np.arange(self.count)
         used, rest = np.divmod(kept, size)
         one_less = (used - 1) * size + before[:, rest]
         led_by = (used > 0) & (before[:, rest] < size)
-        self._before = self._index[np.where(led_by, one_less, whole)]
+        before = self._index[np.where(led_by, one_less, whole)]
+        self._before = np.concatenate((np.arange(self.count)[None], before))  # first: no part
         self._starts = np.searchsorted(used, np.arange(n + 2))
         self._parts: dict[tuple[int, int], Ways] = {}
 
@@ -130,36 +134,26 @@ class Sums:
         """In which boxes all sums that are not `at_least` some, `need` [N, at_least], can be
         `most` and are worth `least` [N] at least, [N], and the options that are worth most, -1
         for no part, [boxes in which they are, R]; `worth` is [N, R, O]."""
-        count, devices, _ = worth.shape
-        n = self._n
+        count, devices, n = *worth.shape[:2], self._n
+        worth = np.concatenate((np.zeros((count, devices, 1)), worth), axis=2)
         steps = np.full((devices + 1, count, self.count + 1), -np.inf)
-        steps[0, :, self._index[0]] = 0.0
-        able = np.isfinite(worth.max((0, 2)))
+        steps[:, :, self._index[0]] = 0.0
         for d in range(devices):
-            total, after = steps[d], steps[d + 1]
-            after[:] = total  # the device takes no part
-            if not able[d]:
-                continue
             # Used before: not more than there are, and so many that n can be reached.
             ways = self._ways(max(0, n - devices + d), min(d, n - 1) + 1)
-            led = total.take(ways.before, axis=1)
+            led = steps[d].take(ways.before, axis=1)
             led += worth[:, d].take(ways.options, axis=1)
-            after = after[:, ways.sums]
-            np.maximum(after, np.maximum.reduceat(led, ways.starts, axis=1), out=after)
-        total = steps[devices]
+            np.maximum.reduceat(led, ways.starts, axis=1, out=steps[d + 1][:, ways.sums])
         ends = np.full((count, len(self._sizes)), (n, *self._most))
         ends[:, 1 : 1 + self._at_least] = need
         at = self._index[np.ravel_multi_index(tuple(ends.T), self._sizes)]
-        found = total[np.arange(count), at] >= least
+        found = steps[devices, np.arange(count), at] >= least
         rows = np.flatnonzero(found)
-        at, chosen = at[rows], np.full((len(rows), devices), -1)
+        at, chosen = at[rows], np.empty((len(rows), devices), int)
         for d in reversed(range(devices)):
-            now, before = steps[d + 1][rows, at], steps[d]
-            led = before[rows[:, None], self._before[:, at].T] + worth[rows, d]
-            takes = before[rows, at] != now
-            option = (led == now[:, None]).argmax(1)
-            chosen[:, d] = np.where(takes, option, -1)
-            at = np.where(takes, self._before[option, at], at)
+            led = steps[d][rows[:, None], self._before[:, at].T] + worth[rows, d]
+            option = led.argmax(1)
+            chosen[:, d], at = option - 1, self._before[option, at]
         return found, chosen
 
     def _ways(self, first: int, last: int) -> Ways:
@@ -171,6 +165,13 @@ class Sums:
             starts = np.searchsorted(own, np.arange(len(before)))
             self._parts[first, last] = Ways(sums, starts, before[own, options], options)
         return self._parts[first, last]
+
+
+def _ahead(slopes: Floats, before: Floats) -> Floats:
+    """Directions [N, sets], less what in them leads back along those before: prices would go to and
+    fro between what two distributions need."""
+    back = np.minimum((slopes * before).sum(1), 0.0) / np.maximum((before**2).sum(1), TINY)
+    return slopes - back[:, None] * before
 
 
 def of(values: Floats, chosen: np.ndarray) -> Floats:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, combinations, count
-from math import gcd, lcm, prod
+from math import lcm, prod
 
 import numpy as np
 
@@ -52,9 +52,10 @@ class Groups(Grid):
         tied = [u for u, _ in self.tied]
         self.free = [u for u in range(len(self.totals)) if u not in tied]
         self.pairs = list(combinations(range(len(self.totals)), 2))
+        self._pairs = np.array(self.pairs, int).reshape(-1, 2).T
         whole = lcm(*self.totals)
-        self._sizes = [whole // max(1, n) for n in self.totals]  # of a unit
-        self._cells = np.array([gcd(self._sizes[s], self._sizes[t]) for s, t in self.pairs], int)
+        self._sizes = np.array([whole // max(1, n) for n in self.totals], int)  # of a unit
+        self._cells = np.gcd(*self._sizes[self._pairs])
         ends = self.cells(np.zeros((len(self.totals), 1), int))
         self.first, self.last = ends[0][:, 0] + 1, ends[1][:, 0] - 1
         multiple = all(self.totals[0] % n == 0 for n in self.totals[1:])
@@ -63,12 +64,13 @@ class Groups(Grid):
     def cells(self, units: Ints) -> tuple[Ints, Ints]:
         """The first and the last cell that a device with such units of every total, [U, ...], can
         have: [P, ...] each."""
-        first, last = np.zeros((2, len(self.pairs), *units.shape[1:]), int)
-        for p, ((s, t), cell) in enumerate(zip(self.pairs, self._cells, strict=True)):
-            more = units[t] * self._sizes[t] - units[s] * self._sizes[s]
-            first[p] = (more - self._sizes[t]) // cell
-            last[p] = (more + self._sizes[s]) // cell - 1
-        return first, last
+        s, t = self._pairs
+        cells, sizes = (
+            each.reshape(-1, *[1] * (units.ndim - 1)) for each in (self._cells, self._sizes)
+        )
+        own = units * sizes
+        more = own[t] - own[s]
+        return (more - sizes[t]) // cells, (more + sizes[s]) // cells - 1
 
     def tightened(self, first: Ints, last: Ints) -> tuple[Ints, Ints]:
         """Of bounds of cells [P, N] what their sums leave of each; the last is less than the first
@@ -81,7 +83,7 @@ class Groups(Grid):
             most[s, t], most[t, s] = (high + 1) * cell, -low * cell
         for m in range(count):
             most = np.minimum(most, most[:, m, None] + most[None, m])
-        s, t = np.array(self.pairs).T
+        s, t = self._pairs
         low, high, cells = -most[t, s], most[s, t], self._cells[:, None]
         first, last = np.floor(low / cells), np.ceil(high / cells) - 1
         return first, np.where(low < high, last, first - 1)

@@ -173,7 +173,8 @@ class TensorCuts:
                 keep = ~few
                 keep[np.flatnonzero(few)[found]] = True
                 kept, chosen = kept[keep], chosen[keep]
-        possible = np.isin(np.arange(len(low)), kept)
+        possible = np.zeros_like(possible)
+        possible[kept] = True
         return possible, *self._give_out(taken[kept], chosen, low[kept], high[kept])
 
     def _taken(
