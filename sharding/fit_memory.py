@@ -36,7 +36,8 @@ class TensorMemory:
         self._everywhere = whole[t.set_of < 0].sum() + t.rotary
         self._widest = self._lines()
         self._left = self._room(options.groups[:, None], options.takes[:, None], t.cap[:, None])
-        self._beside = [np.tensordot(a, options.groups, 1) + c for a, _, c in self._widest]
+        of_groups, _, more = self._widest
+        self._beside = of_groups @ options.groups + more[:, None]
         self._cache = self._pages(options.groups)
         self._streams = [bool(self._cache.live(s)) for s in range(len(t.stages))]
         self._residuals, self._resident = 0.0, np.zeros(())
@@ -76,7 +77,7 @@ class TensorMemory:
     def _most(self, room: Floats, offsets: Ints) -> Floats:
         lines = [
             (room - beside, (self._block + each)[:, None, None, None])
-            for beside, (_, each, _) in zip(self._beside, self._widest, strict=True)
+            for beside, each in zip(self._beside, self._widest[1], strict=True)
         ]
         none = np.minimum.reduce([left for left, _ in lines]) >= 0
         lines = [(left - self._t.outside, each) for left, each in lines]  # goes with rows
@@ -87,11 +88,11 @@ class TensorMemory:
     ) -> tuple[Floats, np.ndarray, np.ndarray]:
         """Bytes that cross each link in a step of each kind under some cuts, as much as can staying
         on the devices, [2, N, R]; where nothing is left to be sent, and where all fits, [N, R]."""
-        lines = [
-            np.tensordot(a, groups, 1) + np.tensordot(b, blocks, 1) + c for a, b, c in self._widest
-        ]
+        of_groups, of_blocks, more = self._widest
+        lines = np.tensordot(of_groups, groups, 1) + np.tensordot(of_blocks, blocks, 1)
+        lines += more[:, None, None]
         left = self._room(groups, takes, self._t.cap) - self._residuals
-        room = left - np.tensordot(self._block, blocks, 1) - np.max(lines, axis=0)
+        room = left - np.tensordot(self._block, blocks, 1) - lines.max(0)
         room -= self._t.outside * (blocks[0] > 0)
         cache = self._pages(groups)
         staged = room - self._t.copies * cache.group
@@ -111,9 +112,10 @@ class TensorMemory:
         parts = [groups[kind.unit] / max(1, totals[kind.unit]) for kind in t.pages]
         return Cache(t.pages, t.of_kind.sum(1), parts)
 
-    def _lines(self) -> list[tuple[Floats, Floats, float]]:
+    def _lines(self) -> tuple[Floats, Floats, Floats]:
         """Bytes a group and a block of each total, and others, of everything that may be the widest
-        part of a step's computation together with the largest matrix that is unpacked."""
+        part of a step's computation together with the largest matrix that is unpacked, [lines, U]
+        twice and [lines]."""
         t, grids = self._t, (self._t.mixers, self._t.mlps)
         mixers, mlps = (len(grid.totals) for grid in grids)
 
@@ -131,7 +133,7 @@ class TensorMemory:
         matrices += [rows(0, 0, t.unpacked["whole"]), rows(0, table, 0)]
         wide, unpacked = (_largest(np.concatenate(each)) for each in (widest, matrices))
         found = _largest(np.concatenate([wide + matrix for matrix in unpacked]))
-        return [(row[:mixers], row[mixers:-1], float(row[-1])) for row in found]
+        return found[:, :mixers], found[:, mixers:-1], found[:, -1]
 
 
 def _largest(rows: Floats) -> Floats:
