@@ -89,17 +89,12 @@ def options_from(
             cache_type_v=cache_type_v or own_type,  # type: ignore
             ctx=ctx or min(ctx_train or DEFAULT_CTX, DEFAULT_CTX),
             slots=parallel,
-            batch=_default_batch(ubatch) if batch is None else batch,
+            batch=batch,
             ubatch=_default_ubatch(batch) if ubatch is None else ubatch,
             **more,
         ),
         dtype,
     )
-
-
-def _default_batch(ubatch: Any) -> int:
-    """2048, or a larger ubatch."""
-    return max(PlanOptions.batch, ubatch) if _counts(ubatch) else PlanOptions.batch
 
 
 def _default_ubatch(batch: Any) -> int:
@@ -193,7 +188,7 @@ def fit_config(
     allowed = Allowed(tuple(pairs))
     if split_mode is not None:
         allowed = replace(allowed, split_modes=(split_mode,))
-    chunks = [n for n in allowed.ubatches if n <= options.batch] if ubatch is None else []
+    chunks = [n for n in allowed.ubatches if n <= options.prompt_batch] if ubatch is None else []
     allowed = replace(allowed, ubatches=tuple(chunks) or (options.ubatch,))
     cut = whole.tensors
     if keep is not None:  # what stays quantised wherever groups are cut
@@ -362,12 +357,13 @@ def plan_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> PlannedModel:
 
 
 def fit_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> Fit:
-    """The fastest split of a GGUF file over a mesh; see `fit_config`."""
+    """The fastest split of a GGUF file over a mesh, with what was given; see `fit_config`."""
     block, cfg, mlp_block = _model(file)
     stored = _stored_types(file)
     found = fit_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
     _warn_of_length(cfg, found.plan)
-    return found
+    own = {n: v for n, v in arguments.items() if n not in ("workload", "progress")}
+    return replace(found, given=own)
 
 
 def _warn_of_length(cfg: ModelConfig, plan: Plan) -> None:

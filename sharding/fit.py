@@ -15,8 +15,8 @@ says what they could win.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sharding.errors import FitError
@@ -35,12 +35,14 @@ MOST_DEVICES = 32  # a search takes seconds for as many
 class Fit:
     """The plan chosen and all that was considered, the chosen one first. `chosen.why` says what
     makes it simpler than a faster one, if there is any. `missed` is by which part a plan may be
-    faster than the fastest found; 0 where that is proved to be the fastest."""
+    faster than the fastest found; 0 where that is proved to be the fastest. `given` are arguments
+    of `LLM.from_gguf` that it was asked with; some of them are chosen among."""
 
     chosen: Considered
     considered: tuple[Considered, ...]
     workload: Workload
     missed: float = 0.0
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
@@ -49,10 +51,10 @@ class Fit:
         return self.chosen.plan
 
     def arguments(self) -> dict[str, Any]:
-        """What was chosen, as arguments of `LLM`."""
+        """What was given and what was chosen, as arguments of `LLM.from_gguf`."""
         from sharding.fit_report import arguments
 
-        return arguments(self.plan.options)
+        return {**self.given, **arguments(self.plan.options)}
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold."""

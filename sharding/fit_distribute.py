@@ -46,7 +46,7 @@ class Distribution:
         bound = np.flatnonzero((need > 0).any(0) & out.any(1))
         bound = bound[need[:, bound].max(0, initial=0).argsort()]
         out, need = out[bound], need[:, bound]  # of devices that take part, those out of a set
-        todo, (prices, slopes) = np.arange(len(worth)), np.zeros((2, *need.shape))
+        prices, slopes, todo = np.zeros(need.shape), np.zeros(need.shape), np.arange(len(worth))
         found, chosen = np.zeros(len(worth), bool), np.full(worth.shape[:2], -1)
         for count in np.repeat(np.arange(len(bound) + 1), [TRIES] * len(bound) + [1]):
             if not len(todo):
@@ -117,8 +117,9 @@ class Sums:
         for used in range(1, n + 1):
             led[used, :size] = led[used - 1][before].any(0)
         led = led[:, :size].reshape(n + 1, -1, math.prod(self._sizes[1 + at_least :]))
-        # Of sums that have to be `most`, what the devices left lack is what as many others lead to.
-        kept = np.flatnonzero(led & led.any(1, keepdims=True)[::-1, :, ::-1])
+        # Devices lead on to `most` from any sum that, taken from it, as many of them lead to.
+        leads = np.flip(np.any(led, axis=1, keepdims=True), (0, 2))
+        kept = np.flatnonzero(led & leads)
         self.count = len(kept)
         self._index = np.full(whole + 1, self.count)  # `count`: none
         self._index[kept] = np.arange(self.count)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sharding.cost import CostModel
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from sharding.fit_search import Considered
 
 _HEADER = ("way", "-ts", "-as", "cache", "-ub", "prefetch", "prompt t/s", "decode t/s", "request")
-_OPTIONS = {
+_CHOSEN = {
     "split_mode": "-sm",
     "tensor_split": "-ts",
     "attn_split": "-as",
@@ -24,25 +26,47 @@ _OPTIONS = {
     "ubatch": "-ub",
     "prefetch": "--prefetch",
 }
+_OPTIONS = {
+    "path": "-m",
+    "devices": "--devices",
+    "kv": "-nkvo",
+    **_CHOSEN,
+    "parallel": "-np",
+    "batch": "-b",
+    "dtype": "--dtype",
+    "weights": "--weights",
+    "page": "--page",
+    "group_pages": "--group-pages",
+    "tail_pages": "--tail-pages",
+    "link_gbps": "--link-gbps",
+    "kv_rotate": "--kv-rotate",
+}
 
 
 def arguments(options: PlanOptions) -> dict[str, Any]:
     """What a fit chose, as arguments of `LLM`; what is None there is left out."""
-    names = (*_OPTIONS, "kv")
+    names = (*_CHOSEN, "kv")
     return {n: getattr(options, n) for n in names if getattr(options, n) is not None}
 
 
-def command_options(options: PlanOptions) -> str:
-    """The same as options of the command line."""
-    parts = ["-nkvo"] if options.kv == "host" else []
-    for name, value in arguments(options).items():
-        if name in _OPTIONS:
-            parts += [_OPTIONS[name], shares(value) if isinstance(value, tuple) else str(value)]
-    return " ".join(parts)
+def command_options(fit: Fit) -> str:
+    """The same, and what the fit was given, as options of `jaxllm generate`."""
+    parts, found = [], fit.arguments()
+    for name, option in _OPTIONS.items():
+        value = found.get(name)
+        if name == "kv":
+            parts += [option] if value == "host" else []
+        elif isinstance(value, bool):
+            parts.append(option if value else option.replace("--", "--no-", 1))
+        elif isinstance(value, list | tuple):
+            parts += [option, shares(value)]
+        elif value is not None:
+            parts += [option, str(value)]
+    return shlex.join(parts)
 
 
-def shares(values: tuple[float, ...] | None) -> str:
-    """Shares as they are typed."""
+def shares(values: Sequence[float] | None) -> str:
+    """Shares, or rates, as they are typed."""
     return "-" if values is None else ",".join(f"{v:g}" for v in values)
 
 
@@ -92,7 +116,7 @@ def to_text(fit: Fit) -> str:
     ]
     lines.insert(1, "-" * len(lines[0]))
     lines = [_title(fit), *lines, *_unproved(fit)]
-    return "\n".join([*lines, f"options: {command_options(fit.plan.options)}"])
+    return "\n".join([*lines, f"options: {command_options(fit)}"])
 
 
 def _unproved(fit: Fit) -> list[str]:
@@ -109,7 +133,7 @@ def to_html(fit: Fit) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
     body = "".join(row((*_row(one), _verdict(fit, one)), "td") for one in fit.considered)
-    chosen = html.escape(command_options(fit.plan.options))
+    chosen = html.escape(command_options(fit))
     title = html.escape("; ".join([_title(fit), *_unproved(fit)]))
     return (
         f"<p>{title}</p><table><thead>{row((*_HEADER, ''), 'th')}</thead>"
@@ -148,8 +172,8 @@ def explain(fit: Fit) -> str:
 def to_dict(fit: Fit) -> dict[str, Any]:
     """Plain data: the choice, its plan and what was considered."""
     return {
-        "arguments": arguments(fit.plan.options),
-        "options": command_options(fit.plan.options),
+        "arguments": fit.arguments(),
+        "options": command_options(fit),
         "may_be_faster_by": fit.missed,
         "workload": {"prompt": fit.workload.prompt, "predict": fit.workload.predict},
         "considered": [

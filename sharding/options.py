@@ -39,6 +39,7 @@ _COUNTS = {
 }
 _SWITCHES = {"dither": "--dither", "kv_replicate": "--kv-replicate"}
 
+BATCH = 2048
 TENSOR_SPLIT = "--tensor-split/-ts"
 ATTN_SPLIT = "--attn-split/-as"
 KV_GPU_LAYERS = "--kv-gpu-layers/-kvgl"
@@ -89,7 +90,7 @@ class PlanOptions:
         prefetch: groups in flight or in use at a time; 0 or 1 copies one only when it is needed.
         ubatch: positions of a prefill chunk, a power of two.
         batch: tokens of prompts that are computed, in whole chunks, between two steps of sequences
-            that run; at least `ubatch`.
+            that run; at least `ubatch`. None is 2048, or a larger `ubatch`; `prompt_batch` tells.
         spec_draft_n_max: tokens that a draft predicts before they are verified; 0 for none.
         itemsize: bytes of the compute type.
     """
@@ -117,7 +118,7 @@ class PlanOptions:
     tail_pages: int = 1
     prefetch: int = 4
     ubatch: int = 512
-    batch: int = 2048
+    batch: int | None = None
     spec_draft_n_max: int = 3
     itemsize: int = 4
 
@@ -128,6 +129,8 @@ class PlanOptions:
                 raise PlanError(f"{argument} is {value!r}; it must be one of {', '.join(choices)}.")
         for field, argument in _COUNTS.items():
             value = getattr(self, field)
+            if field == "batch" and value is None:
+                continue
             least = 0 if field in ("prefetch", "spec_draft_n_max") else 1
             if not _natural(value) or value < least:
                 raise PlanError(
@@ -144,7 +147,7 @@ class PlanOptions:
             value = getattr(self, field)
             if value & (value - 1):
                 raise PlanError(f"{_COUNTS[field]} is {value}; it must be a power of two.")
-        if self.batch < self.ubatch:
+        if self.prompt_batch < self.ubatch:
             raise PlanError(
                 f"{_COUNTS['batch']} is {self.batch}; it must be at least {_COUNTS['ubatch']}"
                 f" {self.ubatch}."
@@ -178,6 +181,11 @@ class PlanOptions:
             raise PlanError(f"{TENSOR_SPLIT} does not go with -sm none; use -sm layer or tensor.")
         if self.attn_split is not None and self.split_mode != "tensor":
             raise PlanError(f"{ATTN_SPLIT} does not go with -sm {self.split_mode}; use -sm tensor.")
+
+    @property
+    def prompt_batch(self) -> int:
+        """`batch`, or what it is by default."""
+        return max(BATCH, self.ubatch) if self.batch is None else self.batch
 
     @property
     def budgets(self) -> tuple[Budget, Budget]:

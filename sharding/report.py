@@ -160,7 +160,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "vocab": plan.model.vocab,
             "embed": plan.model.embed,
         },
-        "options": _plain(asdict(plan.options)),
+        "options": _plain(asdict(plan.options) | {"batch": plan.options.prompt_batch}),
         "engine": plan.engine,
         "why": plan.why,
         "notes": list(plan.notes),

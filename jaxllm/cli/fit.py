@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import MODEL_HELP, add_again, add_command, add_machine, mesh_of
@@ -36,6 +37,8 @@ def add(subparsers: Any) -> None:
     for letter, what in (("k", "keys"), ("v", "values")):
         types = f"types allowed for cached {what}, as f16,q8_0 (default as --dtype)"
         add(f"-ct{letter}", f"--cache-type-{letter}", metavar="TYPES", help=types)
+    batch = "tokens of prompts between two steps of sequences that run; no chunk is larger"
+    add("-b", "--batch-size", dest="batch", type=int, metavar="N", help=batch)
     add("-ub", "--ubatch-size", dest="ubatch", type=int, metavar="N", help="this chunk size only")
     slots = "sequences that run at once (default 1)"
     add("-np", "--parallel", type=int, metavar="N", help=slots)
@@ -84,7 +87,7 @@ def _fit(args: argparse.Namespace) -> Fit:
     from jaxllm.planning import fit_gguf
     from sharding.fit_tables import Workload
 
-    names = ("ctx", "split_mode", "cache_type_k", "cache_type_v", "ubatch", "parallel")
+    names = ("ctx", "split_mode", "cache_type_k", "cache_type_v", "batch", "ubatch", "parallel")
     names += ("link_gbps", "dtype", "weights", "page", "group_pages", "tail_pages")
     given = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     if (args.n_prompt is None) != (args.n_predict is None):
@@ -94,4 +97,8 @@ def _fit(args: argparse.Namespace) -> Fit:
             raise OptionError("--n-prompt and --n-predict must be at least 1")
         given["workload"] = Workload(args.n_prompt, args.n_predict)
     file = open_gguf(hub.resolve(args.model))
-    return fit_gguf(file, mesh_of(args), progress=True, **given)
+    found = fit_gguf(file, mesh_of(args), progress=True, **given)
+    where = {"path": args.model}
+    if args.devices is not None:
+        where["devices"] = args.devices
+    return replace(found, given={**where, **found.given})

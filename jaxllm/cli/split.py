@@ -6,6 +6,7 @@ import argparse
 from typing import Any, NamedTuple
 
 from sharding import BYTES_HELP, CACHE_BLOCKS, PlanOptions
+from sharding.options import BATCH
 
 
 class SplitOption(NamedTuple):
@@ -121,7 +122,7 @@ def _split_options() -> tuple[SplitOption, ...]:
             ("-b", "--batch-size"),
             "batch",
             "tokens of prompts to compute, in whole chunks, between two steps of sequences that run"
-            f" (default {plan.batch}, or -ub if that is more)",
+            f" (default {BATCH}, or -ub if that is more)",
             number,
         ),
         option(

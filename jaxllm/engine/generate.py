@@ -104,7 +104,7 @@ def generate(
     try:
         while waiting or filling or any(running):
             while filling or (waiting and None in running):
-                room = min(room, options.batch) if any(running) else inf
+                room = min(room, options.prompt_batch) if any(running) else inf
                 filling = filling or _begin(engine, rows, running, waiting.popleft(), options)
                 room -= _fill(filling, room)
                 if not filling.prompt.done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, OptionError, SamplingParams, calibration
+from jaxllm.cli.main import make_parser
 from jaxllm.llm import open_mesh
 from jaxllm.models.recurrent import DeltaNet
 from sharding import PlanError
@@ -77,6 +79,37 @@ def test_a_fit_for_a_machine_that_is_not_here(cli: Cli, small: str, machine: Pat
     arguments = [c["arguments"] for c in found["considered"] if c["arguments"]]
     assert {a["cache_type_k"] for a in arguments} == {"f16", "bf16"}
     assert f"options: {found['options']}" in cli(*command, *types)[1]
+
+
+@pytest.mark.parametrize("mode", ["none", "layer", "tensor"])
+def test_the_last_line_has_all_that_makes_the_plan_again(
+    cli: Cli, small: str, machine: Path, tmp_path: Path, mode: str
+):
+    path = tmp_path / "a model.gguf"
+    path.symlink_to(small)
+    sizes = "-c 1024 -np 2 -b 700 --page 64 --group-pages 4 --tail-pages 2"
+    others = "--dtype bfloat16 --weights quantised --link-gbps 20,3.5,3.25 -ctk f16,q8_0"
+    given = ("--devices-file", machine, "-sm", mode, *sizes.split(), *others.split())
+    found = json.loads(cli("fit", path, *given, "--json")[1])
+    options = shlex.split(found["options"])
+    for command in ("generate", "bench"):
+        assert make_parser().parse_args([command, *options]).model == str(path)
+    options = options[options.index("-m") + 2 :]
+    code, out, _ = cli("plan", path, "--devices-file", machine, *options, "--json")
+    assert code == 0 and json.loads(out) == found["plan"]
+    kept = {"path": str(path), "parallel": 2, "batch": 700, "weights": "quantised"}
+    assert found["arguments"].items() >= kept.items()
+
+
+def test_a_fit_of_chunks_that_a_batch_has_room_for(
+    cli: Cli, refused: Callable[..., str], small: str, machine: Path
+):
+    command = ("fit", small, "-c", "1024", "--devices-file", machine)
+    for batch, chunks in (("300", {128, 256}), ("100", {64})):
+        found = json.loads(cli(*command, "-b", batch, "--json")[1])
+        assert {c["arguments"]["ubatch"] for c in found["considered"] if c["arguments"]} <= chunks
+        assert f"-b {batch}" in found["options"]
+    assert "--batch-size/-b is 40" in refused(*command, "-b", "40", "-ub", "64")
 
 
 def test_a_fit_beyond_what_the_model_was_trained_for(cli: Cli, small: str, machine: Path):
@@ -175,7 +208,9 @@ def test_rates_are_measured_once(rates: list[str]):
 def test_rates_are_measured_again_where_asked(cli: Cli, small: str, rates: list[str]):
     command = ("fit", small, "--devices", "1", "-c", "256")
     for options, times in (((), 1), ((), 1), (("--again",), 2)):
-        assert cli(*command, *options)[0] == 0 and len(rates) == times
+        code, out, _ = cli(*command, *options)
+        assert code == 0 and len(rates) == times
+        assert f"options: -m {small} --devices 1 -sm none" in out
 
 
 @pytest.mark.slow

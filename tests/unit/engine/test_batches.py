@@ -251,7 +251,7 @@ def test_nothing_compiles_for_it(kind: str):
 )
 def test_one_goes_with_the_other(given: dict[str, Any], batch: int, ubatch: int):
     options = LLM.from_config(small_model(), devices=1, ctx=PAGE, **given).plan.options
-    assert (options.batch, options.ubatch) == (batch, ubatch)
+    assert (options.prompt_batch, options.ubatch) == (batch, ubatch)
 
 
 def test_a_chunk_is_no_more_than_a_batch():

@@ -348,6 +348,15 @@ def test_bad_options_are_named(options, name):
         PlanOptions(**options)
 
 
+def test_a_batch_that_is_not_given_goes_with_chunks():
+    assert PlanOptions().prompt_batch == PlanOptions(ubatch=2048).prompt_batch == 2048
+    options = replace(PlanOptions(), ubatch=4096)
+    assert options.prompt_batch == options.ubatch
+    assert PlanOptions(batch=700).prompt_batch == 700
+    with pytest.raises(PlanError, match="--batch-size/-b is 2048; .*-ub 4096"):
+        PlanOptions(batch=2048, ubatch=4096)
+
+
 @pytest.mark.parametrize(
     "change", [{"kv_heads": -1}, {"q_per_kv": 0}, {"k_dim": 0}, {"window": 0}, {"mlp": 1.0}]
 )
