@@ -51,7 +51,7 @@ class Fit:
         return self.chosen.plan
 
     def arguments(self) -> dict[str, Any]:
-        """What was given and what was chosen, as arguments of `LLM.from_gguf`."""
+        """What was given and what was chosen: arguments of `LLM.from_gguf` for the plan."""
         from sharding.fit_report import arguments
 
         return {**self.given, **arguments(self.plan.options)}
