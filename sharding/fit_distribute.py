@@ -7,8 +7,8 @@ may take part. Many such questions, one a box, are answered together.
 Sums of devices in each set beside those of groups would be many. So what is out of a set is paid
 for at first. Whatever the price, no distribution that keeps the bounds is worth more than the most
 that any is paid, less the price of those that must be out. Prices that rise where too few are out
-(a subgradient method) soon prove by this that there is none, or find one. Where they do neither,
-one set after the other is counted in sums, which leaves nothing open.
+(a subgradient method, whose steps do not lead back) soon prove by this that there is none, or find
+one. Where they do neither, one set after the other is counted in sums, which leaves nothing open.
 """
 
 from __future__ import annotations
