@@ -48,9 +48,8 @@ class Distribution:
         out, need = out[bound], need[:, bound]  # of devices that take part, those out of a set
         prices, slopes, todo = np.zeros(need.shape), np.zeros(need.shape), np.arange(len(worth))
         found, chosen = np.zeros(len(worth), bool), np.full(worth.shape[:2], -1)
-        for count in np.repeat(np.arange(len(bound) + 1), [TRIES] * len(bound) + [1]):
-            if not len(todo):
-                break
+        count, tries = 0, TRIES
+        while len(todo) and count <= len(bound):
             counted = np.flatnonzero(need[todo].any(0))[:count]
             prices[:, counted] = 0.0
             paid = worth[todo] + (prices[todo] @ out)[:, None]
@@ -61,14 +60,16 @@ class Distribution:
             may, options = sums.best(paid, few, goal - TINY)
             todo, paid, goal = todo[may], paid[may], goal[may]
             more = (out[:, options] & (options >= 0)).sum(2).T - need[todo]
-            keeps = (more >= 0).all(1) & (of(worth[todo], options).sum(1) >= least[todo])
+            keeps = (more >= 0).all(1) & (of(worth[todo], options).sum(1) >= least[todo] - TINY)
             found[todo[keeps]], chosen[todo[keeps]] = True, options[keeps]
             slope = np.where((more < 0) | (prices[todo] > 0), more, 0)
             slopes[todo] = slope = _ahead(slope, slopes[todo])
             over = of(paid, options).sum(1) - goal + 1
             rise = 2 * over / np.maximum((slope**2).sum(1), TINY)
             prices[todo] = np.maximum(prices[todo] - rise[:, None] * slope, 0.0)
-            todo = todo[~keeps]
+            todo, tries = todo[~keeps], tries - 1
+            if not tries or not slope[~keeps].any():  # all of them would lead back
+                count, tries = count + 1, TRIES
         return found, chosen[found]
 
     def _over(self, counted: np.ndarray, need: np.ndarray) -> Sums:
