@@ -38,10 +38,11 @@ from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.heads import alibi_slopes
 from jaxllm.models.quantised import Quantised
 from jaxllm.models.sections import heights, in_order
-from jaxllm.models.weights import Buffer, Slot
+from jaxllm.models.weights import LOADERS, Buffer, Slot
 
 ROWS_AT_ONCE = 256  # of a tensor whose columns are put in another order
 DRAWN = 1 << 22  # values that are drawn for a random tensor
+KEPT = 3 * LOADERS  # of such draws: three tensors may be joined in what a thread fills
 IGNORED = ".attn_rot_embd.weight"  # of old files; computed instead
 HEAD_FORMS = ("q_heads", "k_heads")
 
@@ -355,8 +356,8 @@ class RandomSource(TensorSource):
     ):
         super().__init__(cfg)
         self.seed, self.std, self.stored = seed, std, stored or {}
-        self._values = lru_cache(maxsize=8)(self._draw)
-        self._parts = lru_cache(maxsize=8)(self._draw_parts)
+        self._values = lru_cache(KEPT)(self._draw)
+        self._parts = lru_cache(KEPT)(self._draw_parts)
 
     def digest(self) -> str:
         """Of what decides the values of a tensor of some name and shape."""
