@@ -22,6 +22,7 @@ from jaxllm.engine.fused import FusedEngine
 from jaxllm.engine.generate import Request, generate
 from jaxllm.engine.prefill import LOGIT_PLACES, encode, places, prefill
 from jaxllm.engine.prefixes import Held, Rows
+from jaxllm.engine.quantising import type_named, types_of
 from jaxllm.engine.sampling import SamplingParams
 from jaxllm.engine.stopping import StopFilter
 from jaxllm.engine.warmup import warm_up
@@ -32,7 +33,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.layers import Device
 from jaxllm.models.sources import GGUFSource, RandomSource
-from jaxllm.models.weights import Progress, Source
+from jaxllm.models.weights import Progress, Source, slots
 from jaxllm.planning import check_names, plan_config, plan_gguf
 from jaxllm.prompts import Ids, Prompt, Prompts
 from jaxllm.results import Completion, Piece, StepFn
@@ -64,7 +65,8 @@ class LLM:
         cache_type_k, cache_type_v   "f32", "f16", "bf16", "q8_0" or "q4_0" (-ctk, -ctv)
         kv_rotate     rotate what a quantised cache stores; see `sharding.PlanOptions`
         dtype         of weights and activations: "float32", "bfloat16" or "float16"
-        weights       "dequantised" to dtype, or "quantised": as the file has them, if it can be
+        weights       "dequantised" to dtype, or "quantised": as the file has them (or as
+                      random_type says), if it can be
         impl          of attention: "jnp", or "kernel", the default on Hopper GPUs
         ctx           positions a sequence may have (-c)
         parallel      sequences that run at once (-np); more prompts wait for a free one
@@ -135,20 +137,25 @@ class LLM:
         block: type[Block] = DecoderBlock,
         devices: Devices = None,
         seed: int = 0,
+        random_type: str | None = None,
         place: Callable[..., Any] | None = None,
         prefix_cache: bool = True,
         **arguments: Any,
     ) -> LLM:
         """A model of random weights, the same under every plan; prompts are token ids.
 
+        random_type, "Q4_K" say, makes all matrices random blocks of a type that a file may have, as
+        a quantiser would; they are held so with weights="quantised".
         place(device, layer, first position) -> "device", "pinned" or "pageable" puts each full
         page of a staged engine somewhere of its own.
         """
-        check_names(arguments, ("block", "devices", "seed", "place", "prefix_cache"))
+        check_names(arguments, ("block", "devices", "seed", "random_type", "place", "prefix_cache"))
         check_switch("prefix_cache", prefix_cache)
+        stored = None if random_type is None else type_named(random_type)
         mesh = open_mesh(devices)
-        model = plan_config(block, cfg, mesh, **arguments)
-        source = RandomSource(model.whole.cfg, seed)
+        model = plan_config(block, cfg, mesh, stored=stored, **arguments)
+        types = {} if stored is None else types_of(slots(model.whole), stored)
+        source = RandomSource(model.whole.cfg, seed, stored=types)
         return cls(model, source, None, place=place, prefix_cache=prefix_cache)
 
     @property

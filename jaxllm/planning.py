@@ -11,13 +11,13 @@ from itertools import product
 from numbers import Integral
 from typing import Any
 
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jaxllm.cache.flash import has_kernel
 from jaxllm.cache.groups import group_sizes
 from jaxllm.calibration import calibrated_mesh
 from jaxllm.engine.build import PlannedModel, plan_model
-from jaxllm.engine.quantising import StoredTypes
+from jaxllm.engine.quantising import TYPE_NAMES, StoredTypes
 from jaxllm.errors import ModelError, OptionError, cut
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.gguf.reader import GGUFFile
@@ -160,7 +160,7 @@ def fit_config(
             ubatch.
         cache_type_k, cache_type_v: types that may be chosen, as "f16,q8_0" or a sequence.
         workload: the request whose time counts.
-        weights, stored: "quantised" counts matrices as the file has them; `stored` has their types.
+        weights, stored: "quantised" counts matrices as they are stored; `stored` has their types.
         progress: show what is measured and searched.
         arguments: those of `LLM` that a fit does not choose.
 
@@ -207,7 +207,10 @@ def _kept(weights: str, stored: StoredTypes | None) -> StoredTypes | None:
     if weights == "dequantised":
         return None
     if stored is None:
-        raise OptionError("random weights are not quantised; leave weights at dequantised")
+        raise OptionError(
+            "weights quantised without a file need random_type (--random-type), one of"
+            f" {TYPE_NAMES}"
+        )
     return stored
 
 
@@ -231,12 +234,15 @@ def plan_config(
     **arguments: Any,
 ) -> PlannedModel:
     """The plan of a model over a mesh; `arguments` are those of `LLM`, of which a fit chooses the
-    split, the place of the cache and more. `stored` has the types of the tensors of its file.
+    split, the place of the cache and more. `stored` has the types of the tensors of its file, or is
+    that of random matrices.
 
     Link rates decide which device keeps pages of a host cache; where they are needed and not given
     they are measured, once, and `progress` says so.
     """
     keep = _kept(weights, stored)
+    if isinstance(stored, GGMLQuantizationType):
+        mlp_block = max(mlp_block, GGML_QUANT_SIZES[stored][0])
     if impl is not None and impl not in IMPLS:
         raise OptionError(f"impl must be one of {', '.join(IMPLS)}, not {impl!r}")
     able = all(map(has_kernel, mesh.jax_devices or ()))

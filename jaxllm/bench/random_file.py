@@ -13,32 +13,12 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
-from gguf.quants import dequantize
 
 from jaxllm.bench.shapes import SHAPES, Shape
-from jaxllm.gguf.blocks import BLOCK_TYPES, STORED
+from jaxllm.gguf.blocks import BLOCK_TYPES
+from jaxllm.gguf.random_blocks import DEVIATION, random_blocks
 
-DEVIATION = 0.02  # of the values
 DRAWN = 1 << 22  # bytes that are drawn for a type; tensors repeat them
-
-
-def random_blocks(kind: GGMLQuantizationType) -> np.ndarray:
-    """Bytes of random blocks of a type, of values around zero: uint8 [blocks, bytes]."""
-    count = DRAWN // GGML_QUANT_SIZES[kind][1]
-    stored = np.dtype(STORED[kind])
-    random = np.random.default_rng(int(kind))
-    raw = random.integers(0, 256, (count, stored.itemsize), np.uint8)
-    blocks = raw.view(stored)[:, 0]
-
-    def scale(size: float) -> None:
-        blocks["d"] = size
-        if BLOCK_TYPES[kind].minimum:  # K-quants subtract it, times a scale as large as that of d
-            middle = 7.5 if kind in (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K) else 15.5
-            blocks["m"] = size * middle * (1 if BLOCK_TYPES[kind].nested else -1)
-
-    scale(1 / 1024)
-    scale(DEVIATION / dequantize(raw[:1024], kind).std() / 1024)
-    return raw
 
 
 def _tensors(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -96,7 +76,7 @@ def write(name: str, kind: GGMLQuantizationType, path: Path) -> None:
     writer.write_ti_data_to_file()
     for _ in norms:
         writer.write_tensor_data(ones)
-    drawn = random_blocks(kind)
+    drawn = random_blocks(kind, DRAWN // size, np.random.default_rng(0), DEVIATION)
     for stored in tensors.values():
         writer.write_tensor_data(np.resize(drawn, stored))
     writer.close()

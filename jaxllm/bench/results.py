@@ -27,6 +27,7 @@ SETTINGS = (
     "model",
     "dtype",
     "weights",
+    "random_type",
     "impl",
     "engine",
     "devices",

@@ -29,8 +29,8 @@ SHAPES = {
 }
 
 
-def model_config(name: str) -> ModelConfig:
-    """The configuration of a shape."""
+def model_config(name: str, kind: str | None = None) -> ModelConfig:
+    """The configuration of a shape, whose matrices are of a type that its name then says."""
     from jaxllm.models.config import LayerConfig, ModelConfig
     from jaxllm.models.parts import Rope
 
@@ -53,5 +53,5 @@ def model_config(name: str) -> ModelConfig:
         eps=1e-5,
         tied=shape.tied,
         ctx_train=0,
-        name=f"random {name}",
+        name=" ".join(["random", name, *([kind] if kind else [])]),
     )

@@ -31,6 +31,7 @@ _EXAMPLES = """\
   jaxllm bench --random-shape small -ub 128,512 -p 1024 -d 0,4096 -c 8192
   jaxllm bench --random-shape small --devices 3 -sm tensor -as 2/1/0,1/1/1 -nkvo 0,1
   jaxllm bench --random-shape llama-8b -p 4096 -d 16384 -nkvo -ctk bf16,q8_0 -ctv bf16,q8_0
+  jaxllm bench --random-shape llama-8b --random-type Q8_0,Q4_K -p 0 -d 512
   jaxllm bench -m model.gguf -np 1,4 -pg 512,128 -o jsonl > a.jsonl
   jaxllm bench --compare a.jsonl b.jsonl
   jaxllm bench --peer transformers --peer-python other-env/bin/python --json
@@ -46,6 +47,9 @@ def add(subparsers: Any) -> None:
     add_model(what)
     add = parser.add_argument
     what.add_argument("--random-shape", choices=tuple(SHAPES), help="random weights, not a model")
+    kinds = "of that shape, matrices that stay quantised: Q8_0, Q4_K, ... (default: none)"
+    types: dict[str, Any] = {"type": listed(str, "a type"), "action": "extend"}
+    add("--random-type", help=kinds, metavar="TYPE,...", **types)
     count = listed(natural, "a number of tokens")
     sizes: dict[str, Any] = {"type": count, "action": "extend", "metavar": "N,..."}
     add("-p", "--n-prompt", help="prompts of so many tokens; 0: none (default 512)", **sizes)
@@ -76,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.output not in (None, "json"):
         raise OptionError(f"--json does not go with -o {args.output}; give one of them")
     output = "json" if args.json else args.output or "text"
+    if args.random_type and not args.random_shape:
+        raise OptionError("--random-type goes with --random-shape; a file has types of its own")
     if args.compare:
         return _compare(args.compare, output)
     if args.repetitions < 1:
@@ -84,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     prompts, predicts = args.n_prompt or [512], args.n_predict or [64]
     tests = make_tests(prompts, predicts, args.pg or [], args.n_depth or [0])
-    sweep = combinations(args)
+    sweep = _with_types(args.random_type, combinations(args))
     _check_peer(args, tests, sweep)
     results = _measure_all(args, tests, sweep)
     printed = {
@@ -96,6 +102,16 @@ def run(args: argparse.Namespace) -> int:
     }
     print(printed[output]())
     return 0
+
+
+def _with_types(names: list[str] | None, sweep: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The combinations for each type of random matrices, quantised unless one says otherwise."""
+    if names is None:
+        return sweep
+    from jaxllm.engine.quantising import type_named
+
+    kinds = dict.fromkeys(type_named(name).name for name in names)
+    return [{"weights": "quantised", "random_type": kind} | c for kind in kinds for c in sweep]
 
 
 def _compare(files: Sequence[str], output: str) -> int:
@@ -210,7 +226,9 @@ def _load(args: argparse.Namespace, tests: list[Test], arguments: dict[str, Any]
     arguments = {"ctx": needed, "prefix_cache": deep, "devices": args.devices} | arguments
     if not args.random_shape:
         return LLM.from_gguf(args.model, **arguments)
-    return LLM.from_config(model_config(args.random_shape), **arguments)
+    return LLM.from_config(
+        model_config(args.random_shape, arguments.get("random_type")), **arguments
+    )
 
 
 def _settings(llm: LLM, arguments: dict[str, Any]) -> Row:
@@ -226,6 +244,7 @@ def _settings(llm: LLM, arguments: dict[str, Any]) -> Row:
         "model": plan.model.name,
         "dtype": llm.model.dtype,
         "weights": arguments.get("weights", "dequantised"),
+        "random_type": arguments.get("random_type"),
         "impl": "kernel" if llm.model.kernels else "jnp",
         "engine": plan.engine,
         "devices": " ".join(d.label for d in plan.mesh.devices),

@@ -1,17 +1,37 @@
-"""Which weights of a file stay quantised under a plan."""
+"""Which weights stay quantised under a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from jaxllm.errors import OptionError
 from jaxllm.gguf.blocks import BLOCK_TYPES, BlockType
 from jaxllm.models.block import Kinds
 from jaxllm.models.weights import Slot
 from sharding import Plan
 
-StoredTypes = Mapping[str, GGMLQuantizationType]  # of each tensor of a file, by its name
+# Of each tensor, by its name in a file; or that of all matrices.
+StoredTypes: TypeAlias = Mapping[str, GGMLQuantizationType] | GGMLQuantizationType
+TYPE_NAMES = ", ".join(kind.name for kind in BLOCK_TYPES)
+
+
+def type_named(name: str) -> GGMLQuantizationType:
+    """The type of random matrices that `random_type` names; OptionError where it names none."""
+    for kind in BLOCK_TYPES:
+        if kind.name == name:
+            return kind
+    raise OptionError(f"random_type (--random-type) must be one of {TYPE_NAMES}, not {name!r}")
+
+
+def types_of(slots: Sequence[Slot], stored: StoredTypes) -> Mapping[str, GGMLQuantizationType]:
+    """Of each tensor of a model with these parameters, as far as they are known. The embedding is
+    a matrix."""
+    if not isinstance(stored, GGMLQuantizationType):
+        return stored
+    return {name: stored for slot in slots if slot.matrix for name in slot.source}
 
 
 def keep_quantised(
@@ -19,11 +39,12 @@ def keep_quantised(
 ) -> tuple[list[Kinds], tuple[str, ...]]:
     """What is held quantised of each layer and, last, of the ends; and a note for each reason why
     other quantised tensors are not. The plan needs no tensors: its cuts are asked."""
+    of_tensors = types_of(slots, stored)
     places = (*range(len(plan.layers)), None)
     kinds: dict[int | None, list[tuple[str, BlockType]]] = {place: [] for place in places}
     unpacked: dict[str, list[str]] = {}
     for slot in slots:
-        types = {stored[name] for name in slot.source if name in stored}
+        types = {of_tensors[name] for name in slot.source if name in of_tensors}
         if all(GGML_QUANT_SIZES[t][0] == 1 for t in types):
             continue
         found = _kind(slot, types, plan)

@@ -20,24 +20,29 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from jaxllm.errors import ModelError
 from jaxllm.gguf.blocks import take_apart
 from jaxllm.gguf.dequant import iter_raw_chunks, iter_row_chunks, supported
 from jaxllm.gguf.digest import weights_digest
+from jaxllm.gguf.random_blocks import DEVIATION, random_blocks
 from jaxllm.gguf.reader import GGUFFile
 from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.heads import alibi_slopes
 from jaxllm.models.quantised import Quantised
 from jaxllm.models.sections import heights, in_order
-from jaxllm.models.weights import Buffer, Slot
+from jaxllm.models.weights import LOADERS, Buffer, Slot
 
 ROWS_AT_ONCE = 256  # of a tensor whose columns are put in another order
 DRAWN = 1 << 22  # values that are drawn for a random tensor
+KEPT = 3 * LOADERS  # of such draws: three tensors may be joined in what a thread fills
 IGNORED = ".attn_rot_embd.weight"  # of old files; computed instead
 HEAD_FORMS = ("q_heads", "k_heads")
 
@@ -335,26 +340,48 @@ class GGUFSource(TensorSource):
 
 
 class RandomSource(TensorSource):
-    """Normal weights of one seed, the same for every plan; norms and rope factors are ones.
+    """Random weights of one seed, the same for every plan; norms and rope factors are ones.
 
-    Rows of a large tensor repeat after `DRAWN` values: drawing takes longer than copying.
+    A tensor that `stored` names has random blocks of its type, each row from whole ones on, so that
+    it has the same values quantised or not; others have normal ones. Rows of a large tensor repeat
+    after `DRAWN` values: drawing takes longer than copying.
     """
 
-    def __init__(self, cfg: ModelConfig, seed: int = 0, std: float = 0.02):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        seed: int = 0,
+        std: float = DEVIATION,
+        stored: Mapping[str, GGMLQuantizationType] | None = None,
+    ):
         super().__init__(cfg)
-        self.seed, self.std = seed, std
-        self._values = lru_cache(maxsize=8)(self._draw)
+        self.seed, self.std, self.stored = seed, std, stored or {}
+        self._values = lru_cache(KEPT)(self._draw)
+        self._parts = lru_cache(KEPT)(self._draw_parts)
 
     def digest(self) -> str:
         """Of what decides the values of a tensor of some name and shape."""
-        return f"random, seed {self.seed}, deviation {self.std}, {DRAWN} drawn"
+        types = "".join(f", {kind}" for kind in sorted({t.name for t in self.stored.values()}))
+        return f"random, seed {self.seed}, deviation {self.std}, {DRAWN} drawn{types}"
+
+    def _random(self, name: str) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64([self.seed, zlib.crc32(name.encode())]))
 
     def _draw(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        stream = np.random.PCG64([self.seed, zlib.crc32(name.encode())])
-        columns = shape[-1]
-        rows = min(math.prod(shape[:-1]), max(1, DRAWN // columns))
-        values = np.random.Generator(stream).standard_normal((rows, columns), np.float32)
+        """float32 [rows, columns or more], the rows that repeat."""
+        if name in self.stored:
+            return dequantize(self._draw_blocks(name, shape), self.stored[name])
+        values = self._random(name).standard_normal((_drawn(shape), shape[-1]), np.float32)
         return values * np.float32(self.std)
+
+    def _draw_blocks(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """uint8 [rows, bytes]"""
+        kind, rows = self.stored[name], _drawn(shape)
+        count = rows * -(-shape[-1] // GGML_QUANT_SIZES[kind][0])
+        return random_blocks(kind, count, self._random(name), self.std).reshape(rows, -1)
+
+    def _draw_parts(self, name: str, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        return take_apart(self._draw_blocks(name, shape), self.stored[name])
 
     def fill(self, slot: Slot, index: tuple[slice, ...], out: Buffer) -> None:
         if len(slot.shape) == 1 and slot.form == "plain":
@@ -367,9 +394,19 @@ class RandomSource(TensorSource):
     def copy(
         self, name: str, shape: tuple[int, ...], rows: slice, columns: slice, out: Buffer
     ) -> None:
-        values = self._values(name, shape)
-        if rows.stop > len(values):
-            repeated = np.arange(rows.start, rows.stop) % len(values)
-            out[...] = values[repeated, columns].reshape(out.shape)
-        else:
-            out[...] = values[rows, columns].reshape(out.shape)
+        drawn, top = _drawn(shape), rows.start
+        while top < rows.stop:
+            first = top % drawn
+            here = slice(first, min(drawn, first + rows.stop - top))
+            own = out[top - rows.start :][: here.stop - first]
+            if isinstance(own, Quantised):
+                parts = self._parts(name, shape)
+                own.fill({part: values[here] for part, values in parts.items()}, columns)
+            else:
+                own[...] = self._values(name, shape)[here, columns].reshape(own.shape)
+            top += len(own)
+
+
+def _drawn(shape: tuple[int, ...]) -> int:
+    """Rows of a random tensor after which they repeat."""
+    return min(math.prod(shape[:-1]), max(1, DRAWN // shape[-1]))

@@ -68,6 +68,27 @@ def test_rates_of_a_random_model(cli: Cli):
     assert row["predicted"] == pytest.approx(most, rel=0.01)
 
 
+def test_types_of_random_matrices(cli: Cli, refused: Callable[..., str]):
+    """Held quantised unless --weights says otherwise; the name of the model says the type."""
+    shape = ("--random-shape", "small", "-r", "1", "-p", "0", "-n", "2", *TINY)
+    code, out, err = cli("bench", *shape, "--random-type", "Q8_0,Q4_K", "--json")
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    assert [row["random_type"] for row in rows] == ["Q8_0", "Q4_K"]
+    assert [row["model"] for row in rows] == ["random small Q8_0", "random small Q4_K"]
+    assert {row["weights"] for row in rows} == {"quantised"}
+    few, fewer = (row["weight_bytes"] for row in rows)
+    assert fewer / few == pytest.approx(4.625 / 8.5, rel=0.01)
+    table = str(Results(tuple(rows))).splitlines()
+    assert table[1].split()[:3] == ["model", "weights", "random_type"]
+    both = ("--random-type", "Q4_0", "--weights", "dequantised")
+    (row,) = json.loads(cli("bench", *shape, *both, "--json")[1])["rows"]
+    assert row["weights"] == "dequantised" and row["weight_bytes"] > 3 * few
+    assert "Q4_K, Q5_K, Q6_K, not 'Q3_K'" in refused("bench", *shape, "--random-type", "Q8_0,Q3_K")
+    assert "goes with --random-shape" in refused("bench", "--random-type", "Q4_K")
+    assert "need random_type (--random-type)" in refused("bench", *shape, "--weights", "quantised")
+
+
 def test_a_sweep_with_depths_and_a_prompt_with_what_follows(
     cli: Cli, tmp_path: Path, refused: Callable[..., str]
 ):

@@ -18,7 +18,7 @@ from jaxllm.gguf import open_gguf
 from jaxllm.gguf.blocks import BLOCK_TYPES, take_apart
 from jaxllm.models.quantised import Quantised
 from jaxllm.planning import fit_gguf, plan_gguf
-from jaxllm.testing import assert_partition, assert_weights_as_planned, random_llm
+from jaxllm.testing import assert_partition, assert_weights_as_planned
 from sharding import DeviceInfo, Mesh
 from sharding.errors import FitError
 from support import nmse, random_ids, run
@@ -170,5 +170,3 @@ def test_a_fit_counts_them(tmp_path: Path):
 def test_what_is_refused(tmp_path: Path):
     with pytest.raises(OptionError, match="weights must be one of .* not 'packed'"):
         load(write(tmp_path / "model.gguf", MIXED[:1]), devices=1, weights="packed")
-    with pytest.raises(OptionError, match="random weights are not quantised"):
-        random_llm(devices=1, weights="quantised")
