@@ -271,9 +271,10 @@ def plan_config(
     elif options.kv_gpu_layers and len(mesh) > 1 and mesh.jax_devices is not None:
         measure = measure_aloud if progress else measure_link
         mesh = measured(mesh, _delivery(cfg, mesh, options), links_file(), measure)
-    model = plan_model(block, cfg, mesh, options, dtype, mlp_block, keep)
+    kernels = able if impl is None else impl == "kernel"
+    model = plan_model(block, cfg, mesh, options, dtype, mlp_block, keep, kernels)
     _warn_of_residency(model.plan)
-    return replace(model, kernels=able if impl is None else impl == "kernel")
+    return model
 
 
 def _warn_of_residency(plan: Plan) -> None:

@@ -50,7 +50,7 @@ from sharding.splits import LayerPlan, Ranges
 @dataclass(frozen=True)
 class PlannedModel:
     """A model under a plan: `whole` has its KV heads replicated as the plan says, `kinds` what is
-    held quantised. `kernels`: attention is one."""
+    held quantised. `kernels`: attention and products of few rows with quantised matrices are."""
 
     plan: Plan
     block: type[Block]
@@ -128,9 +128,11 @@ def plan_model(
     dtype: str,
     mlp_block: int = 32,
     keep: StoredTypes | None = None,
+    kernels: bool = False,
 ) -> PlannedModel:
     """The plan of a model over a mesh, every parameter counted. dtype names a numpy type; `keep`
-    has the types of tensors that stay quantised where that is possible."""
+    has the types of tensors that stay quantised where that is possible, `kernels` says that all
+    devices have those of attention and of quantised products."""
     cfg, shape = cfg.in_context(options.ctx), cfg.shape(mlp_block)
     _check_blocks(cfg, options)
     options = replace(options, itemsize=np.dtype(jax.numpy.dtype(dtype)).itemsize)
@@ -143,10 +145,11 @@ def plan_model(
     whole = whole_model(block, cfg, dtype)
     kinds, notes = [], ()
     if keep is not None:
-        kinds, notes = keep_quantised(slots(whole), keep, make_plan(shape, mesh, options))
+        kinds, notes = keep_quantised(slots(whole), keep, make_plan(shape, mesh, options), kernels)
         whole = whole_model(block, cfg, dtype, kinds)
     plan = make_plan(shape, mesh, options, [t for slot in slots(whole) for t in slot.tensors])
-    return PlannedModel(replace(plan, notes=plan.notes + notes), block, whole, dtype, kinds)
+    plan = replace(plan, notes=plan.notes + notes)
+    return PlannedModel(plan, block, whole, dtype, kinds, kernels)
 
 
 def build_engine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -35,10 +36,11 @@ def types_of(slots: Sequence[Slot], stored: StoredTypes) -> Mapping[str, GGMLQua
 
 
 def keep_quantised(
-    slots: Sequence[Slot], stored: StoredTypes, plan: Plan
+    slots: Sequence[Slot], stored: StoredTypes, plan: Plan, kernels: bool
 ) -> tuple[list[Kinds], tuple[str, ...]]:
     """What is held quantised of each layer and, last, of the ends; and a note for each reason why
-    other quantised tensors are not. The plan needs no tensors: its cuts are asked."""
+    other quantised tensors are not. The plan needs no tensors: its cuts are asked. `kernels` says
+    that all devices have that of products."""
     of_tensors = types_of(slots, stored)
     places = (*range(len(plan.layers)), None)
     kinds: dict[int | None, list[tuple[str, BlockType]]] = {place: [] for place in places}
@@ -54,7 +56,7 @@ def keep_quantised(
             local = (
                 slot.path if slot.layer is None else slot.path.removeprefix(f"blk.{slot.layer}.")
             )
-            kinds[slot.layer].append((local, found))
+            kinds[slot.layer].append((local, replace(found, kernel=kernels)))
     notes = (
         f"{_some(paths)} dequantised to the compute type: {reason}."
         for reason, paths in unpacked.items()

@@ -46,6 +46,7 @@ class BlockType:
     minimum: bool = False  # there is a shift
     nested: str | None = None  # type of the scales that a span's scale is multiplied by
     repeats: int = 1  # times that d and m are repeated, so that a cut may be inside ggml's span
+    kernel: bool = False  # whether its device multiplies a few rows by it in one kernel
 
     def cut_at(self, *columns: int) -> BlockType | None:
         """This type with spans that end at these columns; None where a block does not."""

@@ -83,7 +83,8 @@ def product(rows: Array, w: Array) -> Array:
 def quantised_product(rows: Array, w: Quantised) -> Array:
     """rows [M, in] times w [out, in] transposed: [M, out].
 
-    One row is multiplied by the codes as they are. For more the matrix is unpacked first, and only
+    A few rows are multiplied by the codes as they are where the device has a kernel for that, one
+    row everywhere. For more the matrix is unpacked first, and only
     when the rows are there: no two matrices are unpacked at a time. XLA:CPU would unpack them all
     at once, in both cases; there a loop unpacks a few rows that stay in the processor's cache.
     """
@@ -91,6 +92,10 @@ def quantised_product(rows: Array, w: Quantised) -> Array:
     tile = next((n for n in range(min(out, TILE // size), 0, -1) if out % n == 0), 1)
 
     def whole(rows: Array, w: Quantised) -> Array:
+        if w.has_kernel(rows):
+            from jaxllm.models.quantised_kernel import quantised_kernel  # takes a second to import
+
+            return quantised_kernel(rows, w).astype(rows.dtype)
         if len(rows) == 1:
             return w.product(rows[0])[None].astype(rows.dtype)
         rows, w = lax.optimization_barrier((rows, w))

@@ -7,7 +7,7 @@ take rows or experts of it, and hand it to `linear`. `jaxllm.gguf.blocks` says w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,6 +19,11 @@ from flax import nnx
 from jax import lax
 
 from jaxllm.gguf.blocks import BlockType
+
+# How the kernel cuts a matrix: a warp has so many rows of it, and so many blocks at a time; so many
+# warps share rows. It multiplies by a few rows of x, and has memory for so many values of them.
+ROWS, BLOCKS, WARPS = 16, 8, 4
+MOST_ROWS, MOST_VALUES = 4, 4 * 14336
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["kind", "dtype"])
@@ -48,8 +53,10 @@ class Quantised:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Quantised:
-        """An index of leading dims; the last is never cut here."""
-        return self._with({name: part[index] for name, part in self.parts.items()})
+        """An index of leading dims; the last is never cut here. What is one of many matrices is
+        read where it is, as only XLA can."""
+        kind = self.kind if index is ... else replace(self.kind, kernel=False)
+        return Quantised(kind, self.dtype, {n: part[index] for n, part in self.parts.items()})
 
     def __iter__(self) -> Iterator[Quantised]:
         return (self[i] for i in range(len(self)))
@@ -103,6 +110,14 @@ class Quantised:
             packs = self.kind.parts[name].packs
             columns = [np.arange(run.start // packs, run.stop // packs) for run in runs]
             part[...] = whole.parts[name][:, np.concatenate(columns)].reshape(part.shape)
+
+    def has_kernel(self, x: jax.Array) -> bool:
+        """Whether x [N, in] times this matrix is something for `quantised_kernel`."""
+        out, size = self.shape
+        spans, rest = divmod(size, BLOCKS * self.kind.block)
+        whole = out > 0 and out % ROWS == 0 and rest == 0 and spans >= WARPS
+        few = len(x) <= MOST_ROWS and x.size <= MOST_VALUES
+        return self.kind.kernel and whole and few and x.dtype == jnp.bfloat16
 
     def _with(self, parts: dict[str, Any]) -> Quantised:
         return Quantised(self.kind, self.dtype, parts)
