@@ -53,8 +53,8 @@ class Copy(NamedTuple):
 class Program(Writer):
     """The kernel for x [n, in] times a matrix of this shape [out, in].
 
-    Operands are x, the parts, the result, memory of shapes `copies` (bytes) and `sums`
-    that a group shares, and the number of the thread.
+    Operands are x, the parts, the result, memory of shapes `copies` (bytes) and `sums` that a group
+    shares, and the number of the thread.
     """
 
     def __init__(self, kind: BlockType, n: int, shape: tuple[int, ...]):
@@ -134,6 +134,10 @@ class Program(Writer):
         if self.rest:
             self.has = self.get("setp.lt.u32", self.warp, self.rest, kind="pred")
         self.own = self.add(self.given["copies"], self.warp, self.copies[1])
+        # Two places for sums: one may be read while the other is written. Less the one it is other.
+        self.sums_at = self.get("mov.b32", self.given["sums"])
+        both = self.get("mul.lo.u32", self.sums_at, 2)
+        self.both_sums = self.add(both, 1, 4 * WARPS * self.n * ROWS)
         # Lanes copy rows one after the other, each row's 16 bytes side by side. Those of odd rows
         # change places by fours, so that eight lanes read from all banks.
         across = self.bytes // 16
@@ -176,11 +180,8 @@ class Program(Writer):
             self.do(f"@{blank} st.shared.b32 [{at}+{row * self.x_row}], 0")
 
     def place_scales(self) -> None:
-        """Where scales are copied, two parts of a size at a time by 16 lanes each, and read."""
+        """Where scales are copied, two alike at a time by 16 lanes each, and where they are read."""
         half, row = self.get("shr.u32", self.lane, 4), self.get("and.b32", self.lane, ROWS - 1)
-        self.sums_at = self.get("mov.b32", self.given["sums"])
-        both = self.get("mul.lo.u32", self.sums_at, 2)  # of which one is read while the other
-        self.both_sums = self.add(both, 1, 4 * WARPS * self.n * ROWS)  # is written
         self.scale_copies: list[Copy] = []
         self.scales_at: dict[str, tuple[str, int]] = {}
         offset = ROWS * self.bytes
