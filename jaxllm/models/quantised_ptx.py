@@ -180,7 +180,7 @@ class Program(Writer):
             self.do(f"@{blank} st.shared.b32 [{at}+{row * self.x_row}], 0")
 
     def place_scales(self) -> None:
-        """Where scales are copied, two alike at a time by 16 lanes each, and where they are read."""
+        """Where scales are copied, two alike at a time by 16 lanes each, and where read."""
         half, row = self.get("shr.u32", self.lane, 4), self.get("and.b32", self.lane, ROWS - 1)
         self.scale_copies: list[Copy] = []
         self.scales_at: dict[str, tuple[str, int]] = {}
