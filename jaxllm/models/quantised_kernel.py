@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu.utils import memref_ptr
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -26,13 +27,16 @@ def quantised_kernel(x: jax.Array, w: Quantised) -> jax.Array:
     text = program.text()
 
     def body(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        def _run(_: Any, *arrays: Any) -> None:
-            given = [*map(_address, arrays), mgpu.thread_idx()]
+        kinds = (*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT(()))
+
+        @plgpu.inline_mgpu(arg_types=kinds)
+        def _run(_: Any, *operands: Any) -> None:
+            *arrays, group = operands
+            given = [*map(_address, arrays), group.registers.item(), mgpu.thread_idx()]
             letters = ("l" if str(value.type) == "i64" else "r" for value in given)
             llvm.inline_asm(None, given, text, ",".join(letters), has_side_effects=True)
 
-        _run(*refs)
+        _run(*refs, lax.axis_index("group"))
 
     kernel = plgpu.kernel(
         body,

@@ -54,14 +54,14 @@ class Program(Writer):
     """The kernel for x [n, in] times a matrix of this shape [out, in].
 
     Operands are x, the parts, the result, memory of shapes `copies` (bytes) and `sums` that a group
-    shares, and the number of the thread.
+    shares, and the numbers of the group and of the thread in it.
     """
 
     def __init__(self, kind: BlockType, n: int, shape: tuple[int, ...]):
         super().__init__()
         self.kind, self.n = kind, n
         self.out, self.size = shape
-        names = ["x", *kind.parts, "found", "copies", "sums", "thread"]
+        names = ["x", *kind.parts, "found", "copies", "sums", "group", "thread"]
         self.given = {name: f"${i}" for i, name in enumerate(names)}
         self.codes = 128 // kind.bits  # of 16 bytes
         self.columns = BLOCKS * kind.block  # of a span
@@ -130,7 +130,7 @@ class Program(Writer):
         self.warp, self.lane = self.get("shr.u32", thread, 5), self.get("and.b32", thread, 31)
         self.row = self.get("shr.u32", self.lane, 2)
         self.quarter = self.get("and.b32", self.lane, 3)
-        self.tile = self.get("mov.u32", "%ctaid.x")
+        self.tile = self.get("mov.u32", self.given["group"])
         if self.rest:
             self.has = self.get("setp.lt.u32", self.warp, self.rest, kind="pred")
         self.own = self.add(self.given["copies"], self.warp, self.copies[1])

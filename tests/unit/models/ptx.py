@@ -71,12 +71,14 @@ class Block:
         self.shared = np.full(sum(shared), 0xFF, np.uint8)  # NaN where nothing was written
         self.threads = np.arange(threads)
         starts = np.cumsum([0, *shared[:-1]])
-        given = [*((i + 1) * CHUNK for i in range(len(arrays))), *starts, self.threads]
-        self.given = {f"${i}": np.broadcast_to(value, threads) for i, value in enumerate(given)}
+        given = [*((i + 1) * CHUNK for i in range(len(arrays))), *starts]
+        self.given = {f"${i}": np.full(threads, value) for i, value in enumerate(given)}
 
-    def run(self, tile: int) -> None:
+    def run(self, group: int) -> None:
         """All instructions of the block with this number."""
-        self.values = self.given | {"%ctaid.x": np.full(len(self.threads), tile)}
+        numbers = np.full(len(self.threads), group), self.threads
+        names = (f"${len(self.given) + i}" for i in range(2))
+        self.values = self.given | dict(zip(names, numbers, strict=True))
         self.pending: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
         at = 0
         while at < len(self.lines):
