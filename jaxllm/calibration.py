@@ -56,8 +56,8 @@ class Limits:
 
 def calibrated_mesh(mesh: Mesh, dtype: str, tell: Tell = silent) -> Mesh:
     """The mesh with rates of its devices, links and exchange, those that it tells kept; one without
-    jax devices as it is. CPU devices get what memory the host has free, in equal parts. `tell` is
-    told of everything that is measured, before it is."""
+    jax devices as it is. CPU devices get what memory the host has free, in equal parts, and all the
+    same rates. `tell` is told of everything that is measured, before it is."""
     devices = mesh.jax_devices
     if devices is None:
         return mesh
@@ -73,6 +73,11 @@ def calibrated_mesh(mesh: Mesh, dtype: str, tell: Tell = silent) -> Mesh:
         known = {**known, **{f"{key} {name}": float(found[name]) for name in names}}
         write_rates(rates_file(), known)
     rates = {name: known[f"{key} {name}"] for name in names}
+    shared = len(devices) > 1 and all(d.platform == "cpu" for d in devices)
+    if shared:  # one processor: what its devices differ by is how busy it was
+        for kind in ("read_gbps", "tflops"):
+            each = [f"{kind} {i}" for i in range(len(devices))]
+            rates |= dict.fromkeys(each, median(rates[name] for name in each))
     infos = (
         replace(
             info,
@@ -86,7 +91,7 @@ def calibrated_mesh(mesh: Mesh, dtype: str, tell: Tell = silent) -> Mesh:
         dispatch_us=rates["dispatch_us"],
         latency_us=rates.get("latency_us", 0.0),
         gbps=rates.get("gbps", float("inf")),
-        shared=len(devices) > 1 and all(d.platform == "cpu" for d in devices),
+        shared=shared,
     )
     return replace(mesh, devices=tuple(infos), fabric=fabric)
 

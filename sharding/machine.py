@@ -35,10 +35,17 @@ from sharding.mesh import DeviceInfo, Mesh
 
 GIB = 1 << 30
 MOST_DEVICES = 4096
+MOST = 10**9  # of any figure: more are those of other units, such as bytes
 _DEVICE = ("memory_gib", "free_gib", "read_gbps", "tflops", "link_gbps")
 _EXCHANGE = ("latency_us", "gbps", "devices_per_host", "between_latency_us", "between_gbps")
 _HOST = ("dispatch_us", "memory_gib")
 _PLATFORMS = ("cuda", "rocm", "tpu", "cpu")
+_UNITS = {
+    "gib": "GiB",
+    "gbps": "1e9 bytes a second",
+    "tflops": "1e12 operations a second",
+    "us": "microseconds",
+}
 
 
 def read_machine(path: str | Path) -> Mesh:
@@ -73,10 +80,12 @@ def machine(found: Mapping[str, Any]) -> Mesh:
     exchange, host = found.get("exchange", {}), found.get("host", {})
     _known("[exchange]", exchange, _EXCHANGE)
     _known("[host]", host, _HOST)
-    wires = {name: _number("[exchange]", exchange, name) for name in exchange}
-    per_host = wires.get("devices_per_host")
-    if per_host is not None:
-        wires["devices_per_host"] = _whole("[exchange]", "devices_per_host", per_host)
+    wires = {
+        name: _whole("[exchange]", name, value)
+        if name == "devices_per_host"
+        else _number("[exchange]", exchange, name)
+        for name, value in exchange.items()
+    }
     memory = _number("[host]", host, "memory_gib")
     fabric = Fabric(
         **wires,  # type: ignore[arg-type]
@@ -130,9 +139,13 @@ def _number(where: str, table: Mapping[str, Any], name: str) -> float | None:
     if value is None:
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    least_allowed = name in ("latency_us", "between_latency_us", "dispatch_us", "free_gib")
-    if not number or not (0 < value < float("inf") or (least_allowed and value == 0)):
-        raise PlanError(f"{where} has {name} {value!r}; it must be a number above 0.")
+    zero = name in ("latency_us", "between_latency_us", "dispatch_us", "free_gib")
+    if not number or not (0 < value < float("inf") or (zero and value == 0)):
+        least = "of at least 0" if zero else "above 0"
+        raise PlanError(f"{where} has {name} {value!r}; it must be a number {least}.")
+    if value >= MOST:
+        unit = _UNITS[name.rpartition("_")[2]]
+        raise PlanError(f"{where} has {name} {value!r}; it is in {unit}, give less than {MOST}.")
     return float(value)
 
 

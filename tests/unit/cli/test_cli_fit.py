@@ -14,7 +14,9 @@ import pytest
 from jaxllm import LLM, OptionError, SamplingParams, calibration
 from jaxllm.cli.main import make_parser
 from jaxllm.llm import open_mesh
+from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.recurrent import DeltaNet
+from jaxllm.planning import fit_config
 from sharding import PlanError
 from sharding.machine import read_machine
 from support import layer_config, model_config, random_ids
@@ -154,7 +156,16 @@ def test_what_is_refused(refused: Callable[..., str], small: str, machine: Path,
         ("[[device]]\nplatform = 'gpu'", "platform 'gpu'; it must be one of cuda, rocm, tpu, cpu"),
         ("[[device]]\nmemory_gib = 1\nfree_gib = 2", "free_gib 2.0 of memory_gib 1.0"),
         ("[[device]]\n[exchange]\nlatency = 1", r"\[exchange\] has 'latency'"),
-        ("[[device]]\n[host]\ndispatch_us = 'x'", "dispatch_us 'x'"),
+        (
+            "[[device]]\n[host]\ndispatch_us = 'x'",
+            "dispatch_us 'x'; it must be a number of at least 0",
+        ),
+        ("[[device]]\nmemory_gib = 12884901888", "memory_gib 12884901888; it is in GiB, give less"),
+        ("[[device]]\nread_gbps = 1e300", "read_gbps 1e.300; it is in 1e9 bytes a second"),
+        (
+            "[[device]]\n[exchange]\ndevices_per_host = 2.5",
+            "devices_per_host 2.5; it must be from 1",
+        ),
         ("device = 3", "no devices"),
         ("[[device]", "cannot be read"),
     ],
@@ -203,6 +214,20 @@ def test_rates_are_measured_once(rates: list[str]):
     assert all(d.read_gbps == 10 and d.link_gbps and d.free for d in first.devices)
     calibration.calibrated_mesh(open_mesh(1), "float32")
     assert rates == ["float32", "float32"]
+
+
+@pytest.mark.usefixtures("rates")
+def test_virtual_devices_of_one_processor_have_the_same_rates(monkeypatch: pytest.MonkeyPatch):
+    """A fit that cuts over some of them knows none that are faster: it is proved to be the best."""
+    own = {f"{n} {i}": 10.0 + i * i for n in ("read_gbps", "tflops") for i in range(3)}
+    own |= {"dispatch_us": 5.0, "latency_us": 100.0, "gbps": 5.0}
+    monkeypatch.setattr(calibration, "measure_rates", lambda *_: own)
+    mesh = calibration.calibrated_mesh(open_mesh(3), "float32")
+    assert {(d.read_gbps, d.tflops) for d in mesh.devices} == {(11.0, 11.0)}
+    cfg = model_config([layer_config(3, 2, 64)] * 2)
+    sizes: dict[str, Any] = dict(ctx=256, page=16, ubatch=16, dtype="float32")
+    found = fit_config(DecoderBlock, cfg, mesh, split_mode="tensor", **sizes)
+    assert found.missed < 2e-3  # the least that is told, but for none
 
 
 def test_rates_are_measured_again_where_asked(cli: Cli, small: str, rates: list[str]):
