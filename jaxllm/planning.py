@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from inspect import signature
@@ -19,6 +19,7 @@ from jaxllm.calibration import calibrated_mesh
 from jaxllm.engine.build import PlannedModel, plan_model
 from jaxllm.engine.quantising import TYPE_NAMES, StoredTypes
 from jaxllm.errors import ModelError, OptionError, cut
+from jaxllm.gguf.blocks import BLOCK_TYPES
 from jaxllm.gguf.metadata import Metadata
 from jaxllm.gguf.reader import GGUFFile
 from jaxllm.models.block import Block
@@ -29,6 +30,7 @@ from jaxllm.models.weights import slots
 from jaxllm.progress import measure_aloud, measuring, searching
 from jaxllm.runtime import default_dtype, links_file
 from sharding import Mesh, Plan, PlanOptions, parse_shares, position_bytes
+from sharding.errors import FitError
 from sharding.fit import Fit
 from sharding.fit import fit as fastest
 from sharding.fit_search import Allowed
@@ -367,7 +369,13 @@ def fit_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> Fit:
     """The fastest split of a GGUF file over a mesh, with what was given; see `fit_config`."""
     block, cfg, mlp_block = _model(file)
     stored = _stored_types(file)
-    found = fit_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
+    try:
+        found = fit_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
+    except FitError as error:
+        if arguments.get("weights", "dequantised") == "dequantised" and _less(stored):
+            hint = "; --weights quantised keeps the file's types, which take less"
+            raise FitError(f"{str(error).removesuffix('.')}{hint}.", error.largest_ctx) from None
+        raise
     _warn_of_length(cfg, found.plan)
     own = {n: v for n, v in arguments.items() if n not in ("workload", "progress")}
     return replace(found, given=own)
@@ -384,7 +392,12 @@ def _warn_of_length(cfg: ModelConfig, plan: Plan) -> None:
         )
 
 
-def _stored_types(file: GGUFFile) -> StoredTypes:
+def _less(stored: Mapping[str, GGMLQuantizationType]) -> bool:
+    """Whether tensors of a file may stay quantised."""
+    return any(kind in BLOCK_TYPES for kind in stored.values())
+
+
+def _stored_types(file: GGUFFile) -> dict[str, GGMLQuantizationType]:
     return {name: info.type for name, info in file.tensors.items()}
 
 

@@ -39,6 +39,7 @@ _COUNTS = {
 }
 _SWITCHES = {"dither": "--dither", "kv_replicate": "--kv-replicate"}
 
+MOST = 2**31 - 1  # positions and sizes are numbers of 32 bits
 BATCH = 2048
 TENSOR_SPLIT = "--tensor-split/-ts"
 ATTN_SPLIT = "--attn-split/-as"
@@ -136,6 +137,8 @@ class PlanOptions:
                 raise PlanError(
                     f"{argument} is {value!r}; it must be a whole number of at least {least}."
                 )
+            if value > MOST:
+                raise PlanError(f"{argument} is {value}; it must be at most {MOST}.")
             object.__setattr__(self, field, int(value))  # numpy's integers are taken, too
         for field, argument in _SWITCHES.items():
             if not isinstance(getattr(self, field), bool):

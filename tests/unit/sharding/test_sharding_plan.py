@@ -365,3 +365,9 @@ def test_bad_shapes(change):
         replace(LayerShape(4, 2, 64, 64, 384), **change)
     with pytest.raises(PlanError):
         ModelShape((), 128, 256)
+
+
+@pytest.mark.parametrize("field", ["ctx", "page", "ubatch", "slots"])
+def test_sizes_are_numbers_of_32_bits(field: str):
+    with pytest.raises(PlanError, match="at most 2147483647"):
+        PlanOptions(**{field: 1 << 64})
