@@ -39,7 +39,7 @@ from sharding.memory import host_free
 ROWS = 512  # of a chunk
 SIZE = {"cpu": (4096, 8192)}  # of the weights that are multiplied with; 128 MiB of float32
 LARGE = (8192, 16384)
-CALLS = 16  # of an accelerator, of which the host starts none but the first
+CALLS = 16  # products of an accelerator in one program: the host starts it once
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 24  # of a partial
 
 

@@ -372,7 +372,7 @@ def fit_gguf(file: GGUFFile, mesh: Mesh, **arguments: Any) -> Fit:
     try:
         found = fit_config(block, cfg, mesh, mlp_block=mlp_block, stored=stored, **arguments)
     except FitError as error:
-        if arguments.get("weights", "dequantised") == "dequantised" and _less(stored):
+        if arguments.get("weights", "dequantised") == "dequantised" and _has_blocks(stored):
             hint = "; --weights quantised keeps the file's types, which take less"
             raise FitError(f"{str(error).removesuffix('.')}{hint}.", error.largest_ctx) from None
         raise
@@ -392,7 +392,7 @@ def _warn_of_length(cfg: ModelConfig, plan: Plan) -> None:
         )
 
 
-def _less(stored: Mapping[str, GGMLQuantizationType]) -> bool:
+def _has_blocks(stored: Mapping[str, GGMLQuantizationType]) -> bool:
     """Whether tensors of a file may stay quantised."""
     return any(kind in BLOCK_TYPES for kind in stored.values())
 

@@ -84,9 +84,9 @@ def quantised_product(rows: Array, w: Quantised) -> Array:
     """rows [M, in] times w [out, in] transposed: [M, out].
 
     A few rows are multiplied by the codes as they are where the device has a kernel for that, one
-    row everywhere. For more the matrix is unpacked first, and only
-    when the rows are there: no two matrices are unpacked at a time. XLA:CPU would unpack them all
-    at once, in both cases; there a loop unpacks a few rows that stay in the processor's cache.
+    row on any accelerator. For more the matrix is unpacked first, when the rows are there: no two
+    matrices are unpacked at a time. XLA:CPU would unpack them all at once, in both cases; there a
+    loop unpacks a few rows that stay in the processor's cache.
     """
     out, size = w.shape
     tile = next((n for n in range(min(out, TILE // size), 0, -1) if out % n == 0), 1)

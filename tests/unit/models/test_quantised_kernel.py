@@ -86,6 +86,9 @@ def test_what_it_is_for():
     assert w.has_kernel(jnp.zeros((4, 1024), jnp.bfloat16))
     assert not w.has_kernel(jnp.zeros((5, 1024), jnp.bfloat16))
     assert not w.has_kernel(x.astype(jnp.float32))
+    wide = random_matrix(kind, 16, 2 * 14336)  # of which memory has room for two rows of x
+    assert wide.has_kernel(jnp.zeros((2, 2 * 14336), jnp.bfloat16))
+    assert not wide.has_kernel(jnp.zeros((3, 2 * 14336), jnp.bfloat16))
     assert not w[:24].has_kernel(x)  # one of several matrices, and rows that fill no tile
     assert not random_matrix(kind, 24, 1024).has_kernel(x)
     assert not random_matrix(kind, 32, 768).has_kernel(jnp.zeros((1, 768), jnp.bfloat16))
