@@ -13,6 +13,8 @@ from sharding.fit_tables import Floats
 from sharding.fit_terms import TensorParts
 
 SLACK = 1 + 1e-9  # of comparisons of seconds
+NEAR = 0.95  # of the way from the least of a bound to what was found: where the last piece begins
+GAP = 0.01  # of a chunk, where what was found is no cut
 CHUNK = 0  # the first of a box's bounds
 
 
@@ -86,7 +88,7 @@ class Boxes:
             for axis, levels in at.levels.items():
                 high[axis] = levels[-1] * SLACK
             low[at.groups], high[at.groups] = self._t.mixers.first, self._t.mixers.last
-            high[at.blocks] = self._t.mlps.last_threshold
+            high[at.blocks] = self._t.mlps.last_thresholds
             takes = self._options.takes.all(1)  # all options of any device
             low[at.sets], high[at.sets] = np.where(takes, self._n, 1), self._n
             found.append(Box(low, high))
@@ -126,8 +128,8 @@ class Boxes:
         np.minimum(many, devices.min(1), out=many)
         for a, b in self._inside:
             many[:, a] = np.minimum(many[:, a], many[:, b])
-        for axis, total, lead in at.partial:
-            self._partial(low, high, axis, total, lead)
+        for axis, u in at.partial:
+            self._partial(low, high, axis, u)
         return low, high, most
 
     def wires(self, low: Floats, high: Floats) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -145,22 +147,29 @@ class Boxes:
         least: Floats,
         taken: Evaluated,
         cuts: Evaluated,
-        exchanged: tuple[Floats, Floats],
+        exchanged: Floats,
         off: np.ndarray,
         i: int,
+        many: int,
     ) -> list[Box]:
-        """The box in pieces, at thirds of the way from a least value to what was found in it, that
-        which is worth most of the request, or by how units are rounded where that makes a larger
-        gap between what was found and the cut; none where nothing is left to cut the box by. The
-        box is the one numbered `i`; what was `exchanged` is of all."""
+        """The box in pieces: by how many devices sets of layers have; or at parts of the way from a
+        least value to what was found in it, that which is worth most of the request; or by how
+        units are rounded where that makes a larger gap between what was found and the cut. None
+        where nothing is left to cut the box by. Values are cut into so `many` pieces. The box is
+        the one numbered `i`; what was `exchanged` is of all."""
         gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
+        if not np.isfinite(gap):
+            gap = GAP * self._count[0] * taken.parts[i, CHUNK]
         parts, edges = taken.parts[i], cuts.parts[i].copy()
         edges[self.axes.groups] = parts[self.axes.groups]
         low, high, none = box
         at = self.axes
         worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
-        worth[at.sets], worth[at.places] = (each[i] for each in exchanged)
+        worth[at.places] = exchanged[i]
         worth = np.where(parts > high, 0.0, worth)
+        for axis in range(at.size)[at.sets]:
+            if low[axis] < high[axis]:
+                return _halves(box, axis, np.clip(parts[axis], low[axis] + 1, high[axis]))
         for axis in range(at.size)[at.places]:  # one of some hosts, and devices are in several
             if low[axis] < high[axis] < parts[axis]:
                 return _halves(box, axis, high[axis])
@@ -170,16 +179,15 @@ class Boxes:
             if rounded or worth[axis] <= 0:
                 return rounded
         found = []
-        for part in (1 / 3, 2 / 3):
+        for part in NEAR * np.arange(1, many) / (many - 1):
             below = above = least[axis] + part * (parts[axis] - least[axis])
             if axis in at.levels:
                 steps = at.levels[axis]
                 step = min(int(np.searchsorted(steps, below)), len(steps) - 1)
                 below, above = steps[step - 1] if step else -1.0, steps[step]
-            elif at.sets.start <= axis < at.places.stop:
-                below, above = parts[axis] - 1, parts[axis]
-                if part > 0.5 and axis >= at.places.start:
-                    below, above = parts[axis], parts[axis] + 1
+            elif at.places.start <= axis < at.places.stop:
+                above = parts[axis] + (part > 0.5)
+                below = above - 1
             if below >= low[axis]:
                 most = high.copy()
                 most[axis] = below
@@ -188,16 +196,15 @@ class Boxes:
             low[axis] = max(above, low[axis])
         return [*found, Box(low, high, none)] if low[axis] <= high[axis] else found
 
-    def exchanged(self, boxes: Sequence[Box], taken: Evaluated) -> tuple[Floats, Floats]:
+    def exchanged(self, boxes: Sequence[Box], taken: Evaluated) -> Floats:
         """What exchanges of each set, or programs where the host thread is the slowest, take in
-        what was found in boxes, more than with the fewest devices, and more than in the place that
-        is fastest for as many, [N, sets] each."""
+        what was found in boxes, more than in the place that is fastest for as many, [N, sets]."""
         at, x, parts = self.axes, self.exchanges, taken.parts
         low, high, _ = (np.array(each) for each in zip(*boxes, strict=True))
+        _, known, _ = self.wires(low, high)
         late = taken.starts > np.maximum(taken.compute, taken.links.max(2))
         sets = np.minimum(parts[:, at.sets].astype(int), self._n)
         own = np.where(parts[:, at.places] < x.several, 0, 1)
-        _, wires, fewest = self.wires(low, high)
 
         def seconds(wires: np.ndarray, counts: np.ndarray) -> Floats:
             found = np.zeros(counts.shape)
@@ -206,8 +213,7 @@ class Boxes:
                 found = found + self._count[s] * np.where(slow, programs, exchanges)
             return found
 
-        place = seconds(wires, sets)
-        return place - seconds(wires, fewest), seconds(own, sets) - place
+        return seconds(own, sets) - seconds(known, sets)
 
     def _rounded(self, box: Box, edges: Floats, off: np.ndarray) -> list[Box]:
         """The box in two, at the cell or threshold by which most units of a cut are rounded
@@ -224,17 +230,18 @@ class Boxes:
             edge = low[axis] + 1 if edge == low[axis] else (low[axis] + high[axis] + 1) // 2
         return _halves(box, axis, edge)
 
-    def _partial(self, low: Floats, high: Floats, axis: int, total: int, lead: int) -> None:
-        """What follows where some devices with blocks have no unit of a total (bounded by `lead`),
-        and so no part in a set (bounded by `axis`): each quota of theirs is one that others are
-        rounded up by, by the same threshold that rounds theirs down."""
-        first, devices = self._t.mlps.totals[0], len(self._t.cap)
+    def _partial(self, low: Floats, high: Floats, axis: int, u: int) -> None:
+        """What follows where some devices with blocks have no unit of a total, and so no part in a
+        set (bounded by `axis`): each quota of theirs is one that others are rounded up by, by the
+        same threshold that rounds theirs down."""
+        part, whole, devices = self._t.mlps.parts[u], self._t.mlps.wholes[u], len(self._t.cap)
+        lead = self.axes.blocks.start + u - 1
         takes = np.maximum(high[:, axis], 1)
         some = takes < self._n
-        low[:, axis] = np.maximum(low[:, axis], -(-self._n * total // first))
-        offset = np.ceil((self._n - takes) * total / takes)
+        low[:, axis] = np.maximum(low[:, axis], -(-self._n * part // whole))
+        offset = np.ceil((self._n - takes) * part / takes)
         low[:, lead] = np.maximum(low[:, lead], some * (offset * devices - devices + 1))
-        most = np.where(some, (first - total) * devices - 1, np.inf)
+        most = np.where(some, (whole - part) * devices - 1, np.inf)
         high[:, lead] = np.minimum(high[:, lead], most)
 
 
@@ -264,7 +271,7 @@ class Axes:
 
         # Sets whose devices have groups or units of some totals: others have neither, but blocks.
         self.partial = [
-            (self.sets.start + c, t.mlps.totals[u], self.blocks.start + u - 1)
+            (self.sets.start + c, u)
             for c, each in enumerate(t.sets)
             if t.mixers.leading <= each.mixers
             for u in each.mlps

@@ -47,9 +47,10 @@ class TensorMemory:
         found = copy(self)
         found._residuals = (4 + min(3, n)) * self._t.residual
         found._left = self._left - found._residuals
-        found._resident = found._most(
-            (found._left - found._cache.bytes)[None], np.zeros((1, 1, len(self._t.cap)), int)
-        )
+        if len(self._t.mlps.totals) == 1:
+            none = np.zeros((1, 1, len(self._t.cap)), int)
+            room = (found._left - found._cache.bytes)[None]
+            found._resident = found._most(room, none, none, np.array(np.inf))
         return found
 
     @property
@@ -58,30 +59,41 @@ class TensorMemory:
         grid = self._t.mlps
         return np.eye(len(grid.totals))[0] / max(1, grid.totals[0])
 
-    def blocks(self, offsets: Ints, seconds: Floats | None) -> Floats:
-        """The most beside each option, while no link takes longer than so many seconds of a step of
-        each kind, [N, 2]; None: while all of the cache stays. Negative where nothing fits. Blocks
-        of other totals are rounded with these offsets, [U, N, R]: [N, R, O]."""
-        resident = self._resident
-        if len(offsets) > 1:  # they are rounded as a box says
-            resident = self._most((self._left - self._cache.bytes)[None], offsets)
+    def blocks(self, least: Ints, largest: Ints, seconds: Floats | None, within: Floats) -> Floats:
+        """The most of every total beside each option, while no link takes longer than so many
+        seconds of a step of each kind, [N, 2]; None: while all of the cache stays. Negative where
+        nothing fits. Blocks are rounded with any offsets between two, [U, N, R]; of the first total
+        no more count than are `within` [N, R, O]: [U, N, R, O]."""
+        room = (self._left - self._cache.bytes)[None]
+        several = len(least) > 1  # rounded as a box says
         if seconds is None:
-            return resident
+            return self._most(room, least, largest, within) if several else self._resident
         link, kept = self._t.link[:, None], np.zeros(())
         for s, each in enumerate(np.clip(seconds, 0.0, MOST_SECONDS).T):
             kept = np.maximum(kept, self._cache.kept_for(s, each[:, None, None] * link))
-        streaming = self._most(self._left - self._t.copies * self._cache.group - kept, offsets)
+        rooms = self._left - self._t.copies * self._cache.group - kept
+        if several:
+            rooms = np.concatenate((np.broadcast_to(room, rooms.shape), rooms))
+            twice = (np.concatenate((own, own), axis=1) for own in (least, largest))
+            both = np.concatenate((within, within))
+            resident, streaming = np.split(self._most(rooms, *twice, both), 2, axis=1)
+        else:
+            resident, streaming = self._resident, self._most(rooms, least, largest, within)
         live = any(self._streams)
         return np.maximum(resident, np.where((link > 0) | (not live), streaming, -1.0))
 
-    def _most(self, room: Floats, offsets: Ints) -> Floats:
-        lines = [
-            (room - beside, (self._block + each)[:, None, None, None])
-            for beside, each in zip(self._beside, self._widest[1], strict=True)
-        ]
-        none = np.minimum.reduce([left for left, _ in lines]) >= 0
-        lines = [(left - self._t.outside, each) for left, each in lines]  # goes with rows
-        return np.maximum(self._t.mlps.most(lines, offsets[..., None]), none - 1.0)
+    def _most(self, room: Floats, least: Ints, largest: Ints, within: Floats) -> Floats:
+        left = np.array([room - beside for beside in self._beside])
+        units = self._block + self._widest[1]  # [lines, U]
+        found = self._t.mlps.most(
+            left - self._t.outside,  # goes with rows
+            units[:, :, None, None, None],
+            least[..., None],
+            largest[..., None],
+            within,
+        )
+        none = left.min(0) >= 0
+        return np.maximum(found, none - 1.0)
 
     def sent(
         self, groups: Ints, blocks: Ints, takes: np.ndarray

@@ -14,8 +14,9 @@ from sharding.fit_units import Grid, Ints, LayerSet
 class Options:
     """What a device may have beside its blocks, O in all: groups of every total of mixers, [U, O],
     for which it needs cells of distances from `first` to `last`, [pairs, O]; and of which totals of
-    MLPs it has any units: one of the `patterns` [P, U] that are `allowed` [P, O]. `takes` [sets, O]
-    says in which sets of layers it takes part."""
+    MLPs it has any units: one of the `patterns` [P, U] that are `allowed` [P, O]; any of these has
+    some of the totals that it `may_have` [U, 1, 1, O]. `takes` [sets, O] says in which sets of
+    layers it takes part."""
 
     def __init__(self, mixers: Groups, mlps: Grid, sets: Sequence[LayerSet]):
         none = (False,) * len(mlps.totals)
@@ -42,13 +43,14 @@ class Options:
         self.allowed = np.array(
             [[i in own for own in rows.values()] for i in range(len(self.patterns))]
         )
+        self.may_have = (np.array(self.patterns).T[:, :, None] & self.allowed).any(1)[:, None, None]
         self.takes = np.array(taking, bool).reshape(len(rows), -1).T
 
     def bounds(self, grid: Grid, least: Ints, most: Ints) -> tuple[Ints, Ints]:
         """The fewest and the most primary blocks of each option under offsets between two,
         [U, ...]: [..., O]."""
-        first, totals = grid.totals[0], np.array(grid.totals).reshape(-1, *[1] * (least.ndim - 1))
-        some, none = ((first - 1 - own) // totals for own in (most, least))  # at most, of no unit
+        first, (parts, wholes) = grid.totals[0], grid.ratios(least.ndim - 1)
+        some, none = ((wholes - 1 - own) // parts for own in (most, least))  # at most, of no unit
         fewest = np.full((*least.shape[1:], len(self.allowed.T)), first + 1)
         largest = np.full_like(fewest, -1)
         for pattern, allowed in zip(self.patterns, self.allowed, strict=True):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from math import isfinite, log2
+from math import isfinite, isinf, log2
 from typing import Any
 
 from sharding.cost import CostModel
@@ -24,7 +24,8 @@ UBATCHES = (128, 256, 512, 1024, 2048)
 PREFETCHES = (4, 2)
 CLOSE = 1e-5  # the fastest cut of all is found to this part
 ROUGHLY = 0.05  # and that of every other kind to this part,
-ROUGH_BOXES = 256  # if so many boxes tell (`sharding.fit_tensor`)
+ROUGH_BOXES = 128  # if so many boxes tell (`sharding.fit_tensor`), with the first chunk size,
+FEWER_BOXES = 8  # and so many with others
 PARTS = 1 - 2 * CLOSE, 0.999, 0.99, 0.97, 0.9, 0.75, 0.5  # of which one is proved in any case
 DEFAULT = PlanOptions()
 
@@ -158,9 +159,8 @@ class Search:
             one = self._planned(ways)
             considered.append(one)
             best = min(best, one.seconds if one.plan else best)
-        kinds = {way.kind.name for ways in found for way in ways if way.cut is not None}
-        none = [Considered(k, None, 0.0, 0.0, float("inf"), why=why) for k, why in self._out()]
-        return considered + [c for c in none if c.kind not in kinds]
+        fit = {way.kind.name for ways in found for way in ways if way.cut is not None}
+        return considered + list(self._out([kind for kind in self._kinds if kind.name not in fit]))
 
     def _planned(self, ways: list[Way]) -> Considered:
         """The first of some ways that fits as a plan, else one that needs no host memory."""
@@ -200,7 +200,8 @@ class Search:
             self.tell(f"{ways[0].kind.name}, cache {types}", i, len(found))
             best = float("inf")
             for way in ways:
-                way.find(best * (1 - ROUGHLY), ROUGHLY, ROUGH_BOXES)
+                looks = ROUGH_BOXES if isinf(best) else FEWER_BOXES
+                way.find(best * (1 - ROUGHLY), ROUGHLY, looks)
                 best = min(best, way.seconds)
         ordered = sorted((way for ways in found for way in ways), key=lambda way: way.seconds)
         fastest: Way | None = ordered[0]
@@ -314,17 +315,18 @@ class Search:
         if any(d.link_gbps for d in self.mesh.devices):
             yield replace(options, **shares)
 
-    def _out(self) -> Iterator[tuple[str, str]]:
-        """Of every kind, what it takes; told of those of which no cut fits."""
+    def _out(self, kinds: Iterable[Kind]) -> Iterator[Considered]:
+        """Kinds of which no cut fits, each with what it takes."""
         free = [d.free for d in self.mesh.devices]
-        for kind in self._kinds:
+        for kind in kinds:
             if kind.mode == "none":
                 room = free[kind.n]
             else:
                 known = sorted((f for f in free if f is not None), reverse=True)
                 room = sum(known[: kind.n or None])
             why = self.takes(room or 0, self.options.ctx, alone=kind.mode == "none")
-            yield kind.name, f"does not fit: {why} of {room} free"
+            why = f"does not fit: {why} of {room} free"
+            yield Considered(kind.name, None, 0.0, 0.0, float("inf"), why=why)
 
     def takes(self, room: int, ctx: int, alone: bool = False) -> str:
         """What the model takes of so many bytes with a context, in words; see

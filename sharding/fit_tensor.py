@@ -38,6 +38,8 @@ from sharding.fit_terms import TensorParts
 
 CLOSE = 4e-6  # a cut keeps a limit to this part
 WIDE = 64  # boxes that are looked at together
+FEW = 32  # boxes that hardly take longer together than one does
+MOST_PIECES = 8
 MOST_BOXES = 4096  # of one question
 BOX_STEPS = 8e4  # of a dynamic program, that take as long as what else a box takes
 
@@ -47,6 +49,15 @@ class Answer(NamedTuple):
 
     cut: Cut | None
     proved: bool = True
+
+
+class Limits(NamedTuple):
+    """Of seconds, in boxes: L rooms [L, N, R, O], what a block of each total takes of these, [L, U,
+    1, R, 1], and which options devices cannot have, [N, 1 or R, O]."""
+
+    rooms: Floats
+    units: Floats
+    out: np.ndarray
 
 
 class TensorCuts:
@@ -135,10 +146,12 @@ class TensorCuts:
                 self.boxes[:] = done + boxes + todo
                 return Answer(cut)
             exchanged = self._space.exchanged(boxes, taken)
+            many = min(max(2, FEW // (len(boxes) + len(todo))), MOST_PIECES)
             for i, (box, least) in enumerate(zip(boxes, low[possible], strict=True)):
                 pieces = []
                 if min(looks, self._effort.left) > 0:
-                    pieces = self._space.pieces(box, least, taken, cuts, exchanged, off[:, i], i)
+                    found = taken, cuts, exchanged, off[:, i]
+                    pieces = self._space.pieces(box, least, *found, i, many)
                 todo += pieces
                 done += [] if pieces else [box]
                 proved &= bool(pieces)
@@ -151,19 +164,19 @@ class TensorCuts:
         """Which boxes may have a cut that keeps the limit, [N], and of those a cut that keeps their
         bounds but perhaps for rounding, as groups and blocks of every total, [U, boxes that may,
         R]."""
-        at, (first, *others) = self._space.axes, self._t.mlps.totals
-        taken = self._taken(low, high, most, limit, resident)
+        at, grid = self._space.axes, self._t.mlps
+        first, *others = grid.totals
+        offsets = tuple(grid.offsets(each[:, at.blocks]) for each in (low, high))
+        ends = self._same_ends if len(grid.totals) == 1 else self._ends(*offsets)
+        limits = self._limits(low, high, most, limit), None if resident else most
+        taken, *less = self._taken(*limits, ends, offsets)
         devices = high[:, at.sets].astype(int)
         possible = (devices > 0).all(1) & (low <= high).all(1)
         kept = np.flatnonzero(possible)
         found, chosen = self._groups.best(taken[kept], devices[kept], np.full(len(kept), first))
         kept = kept[found]
-        for i, total in enumerate(others, 1):
-            offsets = self._t.mlps.offsets(high[kept][:, at.blocks])
-            counts = self._t.mlps.rounded(
-                np.maximum(taken[kept], 0).astype(int), offsets[..., None]
-            )
-            own = np.where(np.isfinite(taken[kept]), counts[i], -np.inf)
+        for own, total in zip(less, others, strict=True):
+            own = own[kept]
             few = of(own, chosen).sum(1) < total
             if few.any():
                 found, better = self._groups.best(
@@ -175,16 +188,34 @@ class TensorCuts:
                 kept, chosen = kept[keep], chosen[keep]
         possible = np.zeros_like(possible)
         possible[kept] = True
-        return possible, *self._give_out(taken[kept], chosen, low[kept], high[kept])
+        least = np.broadcast_to(ends[0], taken.shape)[kept]
+        offsets = tuple(each[:, kept] for each in offsets)
+        return possible, *self._give_out(chosen, least, taken[kept], offsets)
 
     def _taken(
-        self, low: Floats, high: Floats, most: Floats, limit: float, resident: bool
+        self,
+        limits: Limits,
+        most: Floats | None,
+        ends: tuple[np.ndarray, np.ndarray],
+        offsets: tuple[np.ndarray, np.ndarray],
     ) -> Floats:
-        """The most blocks that a device can take beside each option, [N, R, O]; minus infinity
-        where the device cannot have that."""
-        at, grid = self._space.axes, self._t.mlps
+        """The most blocks of every total that a device can take beside each option, [U, N, R, O];
+        minus infinity where the device cannot have that. `most` seconds of a step of each kind,
+        None where all of the cache stays; `ends` as of `_ends`, for `offsets` between two."""
+        grid, (least, most_blocks) = self._t.mlps, ends
+        fewer, more = (each[..., None] for each in offsets)
+        within = np.where(limits.out | (most_blocks < least), -1.0, most_blocks)
+        taken = grid.most(limits.rooms, limits.units, fewer, more, within)
+        taken = np.minimum(taken, self._memory.blocks(*offsets, most, taken[0]))
+        if len(taken) > 1:
+            most_units = grid.rounded(np.maximum(taken[0], 0).astype(int), more)
+            taken = np.minimum(taken, np.where(self._options.may_have, most_units, 0))
+        return np.where((taken[0] < 0) | (taken[0] < least), -np.inf, taken)
+
+    def _limits(self, low: Floats, high: Floats, most: Floats, limit: float) -> Limits:
+        """Those of seconds."""
+        at, x = self._space.axes, self._space.exchanges
         wide = (slice(None), None, None)
-        offsets, x = grid.offsets(low[:, at.blocks]), self._space.exchanges
         out = self._out(low, high)
         wires, set_wires, sets = self._space.wires(low, high)
         left, limits = np.full((len(low), 1, 1), limit), []
@@ -201,34 +232,23 @@ class TensorCuts:
                 limits.append((room - others, units[0]))
                 limits.append((room - vectors, units.sum(0)))
                 for i, one in enumerate(units[1:]):
-                    head = vectors if i == len(units) - 2 else 0.0
-                    limits.append((high[:, at.mlps[s]][:, i][wide] - head, one))
+                    bound = high[:, at.mlps[s]][:, i][wide]
+                    if np.isfinite(bound).any():
+                        limits.append((bound - (vectors if i == len(units) - 2 else 0.0), one))
         limits += [(left, units[..., None]) for units in self._all_mlps]
-        limits = [(room * SLACK, units[:, None]) for room, units in limits]
-        taken = grid.most(limits, offsets[..., None])
-        taken = np.minimum(taken, self._memory.blocks(offsets, None if resident else most))
-        least, most_blocks = self._ends(low, high)
-        taken = np.minimum(taken, most_blocks)
-        return np.where(out | (taken < least), -np.inf, taken)
-
-    def _ends(self, low: Floats, high: Floats) -> tuple[np.ndarray, np.ndarray]:
-        """The fewest and the most blocks with which a device has units of as many totals as an
-        option says, [N, R, O]."""
-        grid = self._t.mlps
-        if len(grid.totals) == 1:
-            return self._same_ends
-        return self._ends_of(
-            *(grid.offsets(each[:, self._space.axes.blocks]) for each in (low, high))
-        )
+        rooms, units = zip(*limits, strict=True)
+        rooms = np.array(np.broadcast_arrays(*rooms)) * SLACK
+        return Limits(rooms, np.array(units)[:, :, None], out)
 
     @cached_property
     def _same_ends(self) -> tuple[np.ndarray, np.ndarray]:
         """Those of blocks that all follow one total, in every box."""
         none = np.zeros((1, 1, len(self._t.cap)), int)
-        return self._ends_of(none, none)
+        return self._ends(none, none)
 
-    def _ends_of(self, least: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For offsets between two, [U, N, R]."""
+    def _ends(self, least: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The fewest and the most blocks with which a device has units of as many totals as an
+        option says, [N, R, O], for offsets between two, [U, N, R]."""
         few, many = self._options.bounds(self._t.mlps, least, most)
         # Others need blocks, too, but for those that have groups.
         return few, np.minimum(many, self._t.mlps.totals[0] - self._without)
@@ -250,30 +270,30 @@ class TensorCuts:
         return out | (away & (x.hosts != high[:, at.place, None]))[..., None]
 
     def _give_out(
-        self, taken: Floats, chosen: np.ndarray, low: Floats, high: Floats
+        self,
+        chosen: np.ndarray,
+        least: np.ndarray,
+        taken: Floats,
+        offsets: tuple[np.ndarray, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Groups and blocks of every total, [U, N, R], of options [N, R] beside which so many
-        fit."""
+        """Groups and blocks of every total, [U, N, R], of options [N, R] beside which at least and
+        at most so many fit, [N, R, O]."""
         grid, first = self._t.mlps, self._t.mlps.totals[0]
-        used = chosen >= 0
+        used, (fewer, more) = chosen >= 0, offsets
         groups = np.where(used, self._options.groups[:, chosen], 0)
-        most = np.where(used, of(taken, chosen), 0).astype(int)
-        least = np.where(used, of(self._ends(low, high)[0], chosen), 0)
+        most, least = (of(each, chosen).astype(int) for each in (taken, least))
         blocks = in_proportion(least, most, first)
-        for bounds in (
-            high,
-            low,
-        ):  # with so many units of the next total, and blocks rounded to these
-            for i, total in enumerate(grid.totals[1:2], 1):
-                offset = grid.offsets(bounds[:, self._space.axes.blocks])
-                units = grid.rounded(most, offset)[i]
-                units = in_proportion(0 * units, units, np.minimum(units.sum(1), total))
-                some = np.maximum(-(-(units * first - offset[i]) // total), least)
-                ends = np.minimum(((units + 1) * first - 1 - offset[i]) // total, most)
-                some = np.minimum(some, ends)
-                fits = (some.sum(1) <= first) & (ends.sum(1) >= first) & (units.sum(1) == total)
-                blocks = np.where(fits[:, None], in_proportion(some, ends, first), blocks)
-        return groups, grid.rounded(blocks, grid.offsets(low[:, self._space.axes.blocks]))
+        # With so many units of the next total, and blocks rounded to these.
+        for own in (more, fewer) if len(grid.totals) > 1 else ():
+            total, part, whole, offset = grid.totals[1], grid.parts[1], grid.wholes[1], own[1]
+            units = grid.rounded(most, own)[1]
+            units = in_proportion(0 * units, units, np.minimum(units.sum(1), total))
+            some = np.maximum(-(-(units * whole - offset) // part), least)
+            ends = np.minimum(((units + 1) * whole - 1 - offset) // part, most)
+            some = np.minimum(some, ends)
+            fits = (some.sum(1) <= first) & (ends.sum(1) >= first) & (units.sum(1) == total)
+            blocks = np.where(fits[:, None], in_proportion(some, ends, first), blocks)
+        return groups, grid.rounded(blocks, fewer)
 
     def _evaluate(self, groups: np.ndarray, blocks: np.ndarray) -> Evaluated:
         """What cuts take, of groups and blocks of every total, [U, N, R]."""

@@ -3,15 +3,16 @@ most; layers with fewer follow by largest remainder (`sharding.shares.apportion`
 shares give of mixers is in `sharding.fit_joint`.
 
 In `primary` units [..., R] of `totals[0]` in all, a device's quota of another total T is
-primary * T / totals[0]. Whose remainder is rounded up depends on all devices, but in one number: a
-threshold says from which remainder on, and up to which device among equal ones, devices are. Under
-a known threshold each device's count follows from its own primary units, as
-(primary * T + offset) // totals[0].
+primary * T / totals[0] = primary * part / whole, in lowest terms. Whose remainder is rounded up
+depends on all devices, but in one number: a threshold says from which remainder on, and up to which
+device among equal ones, devices are. Under a known threshold each device's count follows from its
+own primary units, as (primary * part + offset) // whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +23,15 @@ Floats = NDArray[np.float64]
 
 
 class Grid:
-    """The `totals` of one side of a model's layers, the primary one first."""
+    """The `totals` of one side of a model's layers, the primary one first. A primary unit is
+    `parts` / `wholes` of one of each total."""
 
     def __init__(self, primary: int, counts: Iterable[int], devices: int):
         others = {n for n in counts if n and n % primary} if primary else set()
         self.totals = (primary, *sorted(others, reverse=True))
+        common = [gcd(n, primary) or 1 for n in self.totals]
+        self.parts = [n // each for n, each in zip(self.totals, common, strict=True)]
+        self.wholes = [primary // each or 1 for each in common]
         self._devices = devices
 
     def index(self, count: int) -> int:
@@ -34,15 +39,15 @@ class Grid:
         return self.totals.index(count) if count in self.totals else 0
 
     @property
-    def last_threshold(self) -> int:
-        """The largest there is; 0 is the least."""
-        return (self.totals[0] - 1) * self._devices
+    def last_thresholds(self) -> Ints:
+        """The largest of each total but the first, [U - 1]; 0 is the least."""
+        return (np.array(self.wholes[1:], int) - 1) * self._devices
 
     def counts(self, primary: Ints) -> Ints:
         """Units that devices have of each total, [U, ..., R]."""
         found = [primary]
-        for total in self.totals[1:]:
-            whole, rest = np.divmod(primary * total, self.totals[0])
+        for total, part, each in self._others():
+            whole, rest = np.divmod(primary * part, each)
             order = np.argsort(-rest, axis=-1, kind="stable")
             rank = np.argsort(order, axis=-1)
             found.append(whole + (rank < total - whole.sum(-1, keepdims=True)))
@@ -51,58 +56,103 @@ class Grid:
     def thresholds(self, primary: Ints) -> Ints:
         """The least of each total but the first under which these are the counts, [..., U - 1]."""
         found = []
-        for total in self.totals[1:]:
-            whole, rest = np.divmod(primary * total, self.totals[0])
+        for total, part, each in self._others():
+            whole, rest = np.divmod(primary * part, each)
             left = total - whole.sum(-1, keepdims=True)
             order = np.argsort(-rest, axis=-1, kind="stable")
             last = np.take_along_axis(order, np.maximum(left - 1, 0), axis=-1)
-            key = (self.totals[0] - 1 - np.take_along_axis(rest, last, axis=-1)) * self._devices
+            key = (each - 1 - np.take_along_axis(rest, last, axis=-1)) * self._devices
             found.append(np.where(left > 0, key + last + 1, 0)[..., 0])
         return np.stack(found, axis=-1) if found else np.zeros((*primary.shape[:-1], 0), int)
 
     def offsets(self, thresholds: Ints) -> Ints:
-        """Of thresholds [N, U - 1], with those of the primary total: [U, N, R]; without others
-        [1, 1, R]."""
+        """Of thresholds [N, U - 1], with those of the primary total: [U, N, R]."""
         devices = np.arange(self._devices)
         if len(self.totals) == 1:
-            return np.zeros((1, 1, self._devices), int)
+            return np.zeros((1, len(thresholds), self._devices), int)
         own = (thresholds.astype(int).T[..., None] + self._devices - 1 - devices) // self._devices
         return np.concatenate((np.zeros((1, *own.shape[1:]), int), own))
 
     def rounded(self, primary: Ints, offsets: Ints) -> Ints:
         """Units of each total under offsets that broadcast with `primary`, [U, ...]."""
-        totals = np.array(self.totals).reshape(-1, *[1] * primary.ndim)
-        return (primary * totals + offsets) // self.totals[0]
+        parts, wholes = self.ratios(primary.ndim)
+        return (primary * parts + offsets) // wholes
 
-    def most(self, limits: Sequence[tuple[Floats, Floats]], offsets: Ints) -> Floats:
-        """The most primary units that keep all limits, under offsets [U, ...]; negative where none
-        do. A limit is a room and what a unit of each total takes of it, [U, ...]; all broadcast."""
-        first, most = self.totals[0], np.full((), float(self.totals[0]))
+    def ratios(self, ndim: int) -> tuple[Ints, Ints]:
+        """Parts and wholes, [U, ...] with so many more dimensions."""
+        shape = -1, *[1] * ndim
+        return np.array(self.parts).reshape(shape), np.array(self.wholes).reshape(shape)
+
+    def _others(self) -> Iterable[tuple[int, int, int]]:
+        return zip(self.totals[1:], self.parts[1:], self.wholes[1:], strict=True)
+
+    def most(
+        self, rooms: Floats, units: Floats, least: Ints, largest: Ints, within: Floats
+    ) -> Floats:
+        """The most units of every total that keep L limits, [U, ...], under any offsets between
+        two, [U, ...]; negative where none do. A limit is one of the `rooms` [L, ...] and what a
+        unit of each total takes of it, `units` [L, U, ...]. No more primary units count than are
+        `within`, [...]. All broadcast."""
+        out = (rooms < 0).any(0)
         if len(self.totals) == 1:
-            for room, units in limits:
-                most = np.minimum(most, np.floor(room / units[0] + 1e-9))
-                most = np.where(room < 0, -1.0, most)
-            return most
-        least = most
-        quotas = np.array(self.totals).reshape(-1, *[1] * (offsets.ndim - 1)) / first
-        for room, units in limits:
-            each = (units * quotas).sum(0)  # a primary unit, with its quotas of the other totals
-            # A count is a quota more by offset / first, rounded down.
-            over = (units * offsets).sum(0) / first
-            under = ((units * (offsets - first + 1))[1:]).sum(0) / first
-            most = np.minimum(most, np.floor((room - under) / each + 1e-9))
-            least = np.minimum(least, np.floor((room - over) / each + 1e-9))
-            most, least = np.where(room < 0, -1.0, most), np.where(room < 0, -1.0, least)
-        least = np.maximum(least, np.where(most < 0, most, 0.0))
-        rounded = [each for each in limits if each[1][1:].any()]  # the others are kept by now
-        while (least < most).any():
-            middle = np.ceil((least + most) / 2)
-            counts = self.rounded(middle.astype(int), offsets)
-            keeps = np.logical_and.reduce(
-                [(units * counts).sum(0) <= room + 1e-9 * units[0] for room, units in rounded]
-            )
-            least, most = np.where(keeps, middle, least), np.where(keeps, most, middle - 1)
-        return most
+            most = np.minimum(np.floor(rooms / units[:, 0] + 1e-9).min(0), within)
+            return np.where(out, -1.0, most)[None]
+        parts, wholes = self.ratios(least.ndim - 1)
+        each = (units * parts / wholes).sum(1)  # a primary unit, with its quotas of the others
+        # A count is a quota more by offset / whole, rounded down.
+        over = (units * least / wholes).sum(1)
+        under = (units * (least - wholes + 1) / wholes)[:, 1:].sum(1)
+        high, low = (
+            np.minimum(np.floor((rooms - own) / each + 1e-9).min(0), within)
+            for own in (under, over)
+        )
+        high = np.where(out, -1.0, high)
+        low = np.minimum(np.maximum(low, 0.0), high)
+        several = units[:, 1:].any(tuple(range(1, units.ndim)))  # the others are kept by now
+        limits = rooms[several], units[several]
+        return self._with_others(limits, self._between(limits, least, low, high), least, largest)
+
+    def _between(self, limits: Limits, least: Ints, low: Floats, high: Floats) -> Floats:
+        """The most primary units between two that keep the limits; `low` do."""
+        open_ = low < high
+        found, some, many = high.copy(), low[open_], high[open_]
+        keeps, offsets = _kept_in(limits, open_), _of_places(least, open_)
+        while (some < many).any():
+            middle = np.ceil((some + many) / 2)
+            kept = keeps(self.rounded(middle.astype(int), offsets))
+            some, many = np.where(kept, middle, some), np.where(kept, many, middle - 1)
+        found[open_] = some
+        return found
+
+    def _with_others(self, limits: Limits, most: Floats, least: Ints, largest: Ints) -> Floats:
+        """With the most units of the other totals. Beside the most primary units a device may have
+        one more under larger offsets, if that keeps the limits with as many primary units as it
+        takes."""
+        primary = np.maximum(most, 0).astype(int)
+        counts, more = (self.rounded(primary, each) for each in (least, largest))
+        for i, (_, part, whole) in enumerate(self._others(), 1):
+            open_ = (more[i] > counts[i]) & (most >= 0)
+            own, few, many = more[i][open_], _of_places(least, open_), _of_places(largest, open_)
+            tried = self.rounded(np.maximum(-(-(own * whole - many[i]) // part), 0), few)
+            tried[i] = own
+            counts[i][open_] = np.where(_kept_in(limits, open_)(tried), own, counts[i][open_])
+        return np.where(most < 0, -1.0, counts)
+
+
+Limits = tuple[Floats, Floats]  # rooms and units, as of `Grid.most`
+
+
+def _kept_in(limits: Limits, some: np.ndarray) -> Callable[[Ints], np.ndarray]:
+    """Whether counts [U, K] keep limits in the places where `some` says so, [K]."""
+    rooms, units = (_of_places(each, some) for each in limits)
+    rooms = rooms + 1e-9 * units[:, 0]
+    return lambda counts: ((units * counts).sum(1) <= rooms).all(0)
+
+
+def _of_places(values: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Of values [..., *shape] those in the places where `some` [*shape] says so, [..., K]."""
+    lead = values.shape[: values.ndim - some.ndim]
+    return np.broadcast_to(values, (*lead, *some.shape))[..., some]
 
 
 class LayerSet(NamedTuple):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -77,7 +78,8 @@ def test_seconds_to_the_first_token(smollm2_path: Path, tmp_path: Path):
 
 
 def test_a_staged_step_beside_a_fused_one(smollm2_path: Path):
-    """One device, all of the cache on it; the best of runs that take turns."""
+    """One device, all of the cache on it. Runs take turns, and each is held against the next of the
+    other engine: what else the machine does slows both. The median of the pairs counts."""
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     rates: dict[str, list[float]] = {"fused": [], "staged": []}
     llms = {
@@ -86,8 +88,9 @@ def test_a_staged_step_beside_a_fused_one(smollm2_path: Path):
         )
         for engine in rates
     }
-    for _ in range(9):  # the first compiles
+    for _ in range(10):  # the first compiles
         for engine, llm in llms.items():
             (done,) = llm.generate("The capital of France is", params)
             rates[engine].append(done.generation_rate)
-    assert max(rates["fused"]) <= 1.5 * max(rates["staged"])
+    pairs = list(zip(rates["fused"], rates["staged"], strict=True))[1:]
+    assert median(fused / staged for fused, staged in pairs) <= 1.5, rates

@@ -21,12 +21,15 @@ RECURRENT = replace(PLAIN, kv_heads=0, states=8, state_bytes=1 << 15, state_work
 UNEVEN = replace(RECURRENT, states=6)
 MIXTURE = replace(PLAIN, mlp=2 * 32, experts=8, experts_used=2)
 BESIDE = replace(MIXTURE, shared_mlp=3 * 32)
+THICK = replace(PLAIN, mlp=6 * 32)
+THIRDS = replace(MIXTURE, mlp=4 * 32)
 SMALL = {
     "windows": (WINDOW, WINDOW, WINDOW, PLAIN),
     "heads": (WIDE, WINDOW, THREE, PLAIN),
     "layers of one unit": (PLAIN, NARROW, NARROW, PLAIN),
     "dense, then mixtures": (PLAIN, MIXTURE, MIXTURE, MIXTURE),
     "dense, then mixtures with an MLP beside": (PLAIN, BESIDE, BESIDE, BESIDE),
+    "dense, then mixtures of two thirds": (THICK, THIRDS, THIRDS, THIRDS),
     "hybrid": (UNEVEN, UNEVEN, RECURRENT, PLAIN),
     "parts in layers of their own": (
         replace(PLAIN, mlp=0),
@@ -40,7 +43,8 @@ SMALL = {
 
 def small(name: str) -> Model:
     """One of `SMALL`."""
-    shape = ModelShape(SMALL[name], BLOCKS * 64, 256, name)
+    layers = SMALL[name]
+    shape = ModelShape(layers, max(layer.mlp for layer in layers) * 2, 256, name)
     return shape, tensors_of(shape, 4)
 
 
@@ -80,6 +84,20 @@ def deepseek(layers: int = 64) -> Model:
     dense = LayerShape(1, 16, 576, 512, 10944, k_only=True)
     mixture = replace(dense, mlp=1408, experts=64, experts_used=6, shared_mlp=2816)
     return _large((dense,) * 3 + (mixture,) * (layers - 3), layers, 102400, 2048)
+
+
+def glm(layers: int = 64) -> Model:
+    """A dense layer, then mixtures with an MLP beside, over eight heads."""
+    dense = LayerShape(8, 12, 128, 128, 10944)
+    mixture = replace(dense, mlp=1408, experts=32, experts_used=8, shared_mlp=1408)
+    return _large((dense,) + (mixture,) * (layers - 1), layers, 151552, 4096)
+
+
+def maverick(layers: int = 64) -> Model:
+    """Dense layers and mixtures with an MLP beside by turns, half as wide."""
+    dense = LayerShape(8, 5, 128, 128, 16384)
+    mixture = replace(dense, mlp=8192, experts=4, experts_used=1, shared_mlp=8192)
+    return _large((dense, mixture), layers, 202048, 5120)
 
 
 def _large(kinds: tuple[LayerShape, ...], layers: int, vocab: int, embed: int) -> Model:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fit_models import deepseek, gemma3, gemma4, qwen3_next, three_counts
+from fit_models import deepseek, gemma3, gemma4, glm, maverick, qwen3_next, three_counts
 from sharding_models import tensors
 
 from sharding import (
@@ -84,6 +84,9 @@ def yardstick() -> float:
         pytest.param(three_counts(), 131072, id="three counts of heads, streamed"),
         pytest.param(qwen3_next(), 131072, id="hybrid"),
         pytest.param(deepseek(), 131072, id="dense, then mixtures"),
+        pytest.param(glm(), 32768, id="dense, then mixtures over heads"),
+        pytest.param(glm(), 131072, id="dense, then mixtures over heads, streamed"),
+        pytest.param(maverick(), 32768, id="dense and mixtures by turns"),
     ],
 )
 def test_eight_devices_and_64_layers_take_less_than_two_seconds(
