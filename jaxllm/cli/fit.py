@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.options import MODEL_HELP, add_again, add_command, add_machine, mesh_of
+from jaxllm.cli.options import add_again, add_command, add_machine, add_one_model, mesh_of, model_of
 from jaxllm.errors import OptionError
 from jaxllm.json_text import to_json
 from sharding import CACHE_BLOCKS
@@ -26,7 +26,7 @@ def add(subparsers: Any) -> None:
     summary = "Choose the fastest split that fits, by predicted rates"
     parser = add_command(subparsers, "fit", run, summary, _EXAMPLES)
     add = parser.add_argument
-    add("model", metavar="MODEL", help=MODEL_HELP)
+    add_one_model(parser)
     ctx = "positions a sequence may have (default 2048, or the model's if that is less)"
     add("-c", "--ctx-size", dest="ctx", type=int, metavar="N", help=ctx)
     add("--devices", type=int, metavar="N", help="devices to use (default all)")
@@ -96,9 +96,9 @@ def _fit(args: argparse.Namespace) -> Fit:
         if min(args.n_prompt, args.n_predict) < 1:
             raise OptionError("--n-prompt and --n-predict must be at least 1")
         given["workload"] = Workload(args.n_prompt, args.n_predict)
-    file = open_gguf(hub.resolve(args.model))
-    found = fit_gguf(file, mesh_of(args), progress=True, **given)
-    where = {"path": args.model}
+    model = model_of(args)
+    found = fit_gguf(open_gguf(hub.resolve(model)), mesh_of(args), progress=True, **given)
+    where = {"path": model}
     if args.devices is not None:
         where["devices"] = args.devices
     return replace(found, given={**where, **found.given})

@@ -9,7 +9,7 @@ import argparse
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.options import MODEL_HELP, add_command
+from jaxllm.cli.options import add_command, add_one_model, model_of
 from jaxllm.json_text import to_json
 from sharding import format_bytes
 
@@ -41,7 +41,7 @@ def add(subparsers: Any) -> None:
     """Declare the subcommand."""
     summary = "Show a model's architecture, heads, layers, tensor types, tokenizer and bytes"
     parser = add_command(subparsers, "inspect", run, summary, _EXAMPLES)
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_one_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm import hub
     from jaxllm.gguf.reader import open_gguf
 
-    found = describe(open_gguf(hub.resolve(args.model)))
+    found = describe(open_gguf(hub.resolve(model_of(args))))
     print(to_json(found) if args.json else to_text(found))
     return 0
 

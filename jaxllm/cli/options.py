@@ -66,6 +66,22 @@ def add_model(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[re
     )
 
 
+def add_one_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL by its place or behind -m, as in other commands; `model_of` tells which."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    again = "MODEL, as other commands take it"
+    parser.add_argument("-m", "--model", dest="model_option", metavar="MODEL", help=again)
+
+
+def model_of(args: argparse.Namespace) -> str:
+    """The one model of `add_one_model`."""
+    given = [each for each in (args.model, args.model_option) if each is not None]
+    if len(given) != 1:
+        wrong = f"two models, {' and '.join(given)}" if given else "no MODEL"
+        raise OptionError(f"{wrong}; name one, by its place or with -m; see {args.prog} --help")
+    return given[0]
+
+
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """--devices-file, beside --devices."""
     there = "plan for the machine of a TOML file, which need not be here; see docs/fit.md"

@@ -5,12 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from jaxllm.cli.options import (
-    MODEL_HELP,
-    add_command,
-    add_machine,
-    mesh_of,
-)
+from jaxllm.cli.options import add_command, add_machine, add_one_model, mesh_of, model_of
 from jaxllm.cli.split import add_split, split_arguments
 from jaxllm.json_text import to_json
 from sharding.memory import check_host
@@ -26,7 +21,7 @@ def add(subparsers: Any) -> None:
     """Declare the subcommand."""
     summary = "Show heads, columns, rows, cache and weight bytes a device, the engine, and why"
     parser = add_command(subparsers, "plan", run, summary, _EXAMPLES)
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_one_model(parser)
     add_split(parser)
     add_machine(parser)
 
@@ -37,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm.gguf import open_gguf
     from jaxllm.planning import plan_gguf
 
-    file = open_gguf(hub.resolve(args.model))
+    file = open_gguf(hub.resolve(model_of(args)))
     plan = plan_gguf(file, mesh_of(args), progress=True, **split_arguments(args)).plan
     print(to_json(plan.to_dict()) if args.json else plan, flush=True)
     plan.check_fit()

@@ -47,6 +47,12 @@ def test_a_file_that_is_not_there(refused: Refused, tmp_path: Path):
     assert str(path) in refused("inspect", path)
 
 
+@pytest.mark.parametrize("command", ["inspect", "plan", "fit"])
+def test_one_model_is_named(refused: Refused, small: str, command: str):
+    assert "no MODEL" in refused(command)
+    assert f"two models, {small} and other.gguf" in refused(command, small, "-m", "other.gguf")
+
+
 @pytest.mark.parametrize("data", [b"", b"GG", b"PK\x03\x04 a zip archive", b"# text\n"])
 def test_a_file_that_is_no_gguf(refused: Refused, tmp_path: Path, data: bytes):
     path = tmp_path / "other.gguf"
