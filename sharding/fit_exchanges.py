@@ -65,7 +65,8 @@ class Exchanges:
         """Least seconds of exchanges, and of the host thread, of each set with so many devices in
         such places, [N, sets], in a step of a kind."""
         each = np.arange(counts.shape[1])
-        return self.set_least[wires, s, each, counts], self.set_starts[s, each, counts]
+        least: Floats = self.set_least[wires, s, each, counts]
+        return least, self.set_starts[s, each, counts]
 
     def seconds(self, used: np.ndarray, takes: np.ndarray) -> tuple[Floats, Floats, np.ndarray]:
         """Of exchanges and of the host thread in a step of each kind, [2, N], for devices that take

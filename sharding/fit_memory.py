@@ -74,9 +74,9 @@ class TensorMemory:
         rooms = self._left - self._t.copies * self._cache.group - kept
         if several:
             rooms = np.concatenate((np.broadcast_to(room, rooms.shape), rooms))
-            twice = (np.concatenate((own, own), axis=1) for own in (least, largest))
-            both = np.concatenate((within, within))
-            resident, streaming = np.split(self._most(rooms, *twice, both), 2, axis=1)
+            few, many = (np.concatenate((own, own), axis=1) for own in (least, largest))
+            both = self._most(rooms, few, many, np.concatenate((within, within)))
+            resident, streaming = np.split(both, 2, axis=1)
         else:
             resident, streaming = self._resident, self._most(rooms, least, largest, within)
         live = any(self._streams)

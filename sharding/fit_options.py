@@ -43,7 +43,8 @@ class Options:
         self.allowed = np.array(
             [[i in own for own in rows.values()] for i in range(len(self.patterns))]
         )
-        self.may_have = (np.array(self.patterns).T[:, :, None] & self.allowed).any(1)[:, None, None]
+        has = np.array(self.patterns).T[:, :, None] & self.allowed  # [U, P, O]
+        self.may_have = np.any(has, axis=1)[:, None, None]
         self.takes = np.array(taking, bool).reshape(len(rows), -1).T
 
     def bounds(self, grid: Grid, least: Ints, most: Ints) -> tuple[Ints, Ints]:

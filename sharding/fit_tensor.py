@@ -27,6 +27,7 @@ when a search has looked at many boxes, the answer is that none was found, witho
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -166,7 +167,7 @@ class TensorCuts:
         R]."""
         at, grid = self._space.axes, self._t.mlps
         first, *others = grid.totals
-        offsets = tuple(grid.offsets(each[:, at.blocks]) for each in (low, high))
+        offsets = grid.offsets(low[:, at.blocks]), grid.offsets(high[:, at.blocks])
         ends = self._same_ends if len(grid.totals) == 1 else self._ends(*offsets)
         limits = self._limits(low, high, most, limit), None if resident else most
         taken, *less = self._taken(*limits, ends, offsets)
@@ -189,8 +190,8 @@ class TensorCuts:
         possible = np.zeros_like(possible)
         possible[kept] = True
         least = np.broadcast_to(ends[0], taken.shape)[kept]
-        offsets = tuple(each[:, kept] for each in offsets)
-        return possible, *self._give_out(chosen, least, taken[kept], offsets)
+        fewer, more = (each[:, kept] for each in offsets)
+        return possible, *self._give_out(chosen, least, taken[kept], (fewer, more))
 
     def _taken(
         self,
@@ -283,13 +284,13 @@ class TensorCuts:
         groups = np.where(used, self._options.groups[:, chosen], 0)
         most, least = (of(each, chosen).astype(int) for each in (taken, least))
         blocks = in_proportion(least, most, first)
-        # With so many units of the next total, and blocks rounded to these.
-        for own in (more, fewer) if len(grid.totals) > 1 else ():
-            total, part, whole, offset = grid.totals[1], grid.parts[1], grid.wholes[1], own[1]
+        # With so many units of the next total, if there is one, and blocks rounded to these.
+        pairs = product(grid.others[:1], (more, fewer))
+        for (total, part, whole), own in pairs:
             units = grid.rounded(most, own)[1]
             units = in_proportion(0 * units, units, np.minimum(units.sum(1), total))
-            some = np.maximum(-(-(units * whole - offset) // part), least)
-            ends = np.minimum(((units + 1) * whole - 1 - offset) // part, most)
+            some = np.maximum(-(-(units * whole - own[1]) // part), least)
+            ends = np.minimum(((units + 1) * whole - 1 - own[1]) // part, most)
             some = np.minimum(some, ends)
             fits = (some.sum(1) <= first) & (ends.sum(1) >= first) & (units.sum(1) == total)
             blocks = np.where(fits[:, None], in_proportion(some, ends, first), blocks)

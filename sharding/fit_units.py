@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 class Grid:
     """The `totals` of one side of a model's layers, the primary one first. A primary unit is
-    `parts` / `wholes` of one of each total."""
+    `parts` / `wholes` of one of each total; `others` are all three of each but the first."""
 
     def __init__(self, primary: int, counts: Iterable[int], devices: int):
         others = {n for n in counts if n and n % primary} if primary else set()
@@ -32,6 +32,7 @@ class Grid:
         common = [gcd(n, primary) or 1 for n in self.totals]
         self.parts = [n // each for n, each in zip(self.totals, common, strict=True)]
         self.wholes = [primary // each or 1 for each in common]
+        self.others = list(zip(self.totals, self.parts, self.wholes, strict=True))[1:]
         self._devices = devices
 
     def index(self, count: int) -> int:
@@ -46,7 +47,7 @@ class Grid:
     def counts(self, primary: Ints) -> Ints:
         """Units that devices have of each total, [U, ..., R]."""
         found = [primary]
-        for total, part, each in self._others():
+        for total, part, each in self.others:
             whole, rest = np.divmod(primary * part, each)
             order = np.argsort(-rest, axis=-1, kind="stable")
             rank = np.argsort(order, axis=-1)
@@ -56,7 +57,7 @@ class Grid:
     def thresholds(self, primary: Ints) -> Ints:
         """The least of each total but the first under which these are the counts, [..., U - 1]."""
         found = []
-        for total, part, each in self._others():
+        for total, part, each in self.others:
             whole, rest = np.divmod(primary * part, each)
             left = total - whole.sum(-1, keepdims=True)
             order = np.argsort(-rest, axis=-1, kind="stable")
@@ -82,9 +83,6 @@ class Grid:
         """Parts and wholes, [U, ...] with so many more dimensions."""
         shape = -1, *[1] * ndim
         return np.array(self.parts).reshape(shape), np.array(self.wholes).reshape(shape)
-
-    def _others(self) -> Iterable[tuple[int, int, int]]:
-        return zip(self.totals[1:], self.parts[1:], self.wholes[1:], strict=True)
 
     def most(
         self, rooms: Floats, units: Floats, least: Ints, largest: Ints, within: Floats
@@ -130,7 +128,7 @@ class Grid:
         takes."""
         primary = np.maximum(most, 0).astype(int)
         counts, more = (self.rounded(primary, each) for each in (least, largest))
-        for i, (_, part, whole) in enumerate(self._others(), 1):
+        for i, (_, part, whole) in enumerate(self.others, 1):
             open_ = (more[i] > counts[i]) & (most >= 0)
             own, few, many = more[i][open_], _of_places(least, open_), _of_places(largest, open_)
             tried = self.rounded(np.maximum(-(-(own * whole - many[i]) // part), 0), few)

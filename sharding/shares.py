@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 from sharding.errors import ShareError
 from sharding.units import parse_number
@@ -78,13 +79,15 @@ def _one_share(field: object, value: object, argument: str) -> float:
     return number + 0.0
 
 
-def _fractions(shares: Sequence[float]) -> tuple[Fraction, ...]:
-    """Each share's part of the whole. The shortest decimal form is what was typed: .1 is 1/10."""
+@lru_cache(1024)
+def _whole(shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Whole numbers in the same proportions. The shortest decimal form is what was typed: .1 is
+    1/10."""
     exact = [Fraction(repr(float(s))) for s in shares]
-    total = sum(exact)
-    if total <= 0 or min(exact) < 0:
-        raise ShareError(f"shares {tuple(shares)!r} must be non-negative and not all zero.")
-    return tuple(s / total for s in exact)
+    if sum(exact) <= 0 or min(exact) < 0:
+        raise ShareError(f"shares {shares!r} must be non-negative and not all zero.")
+    common = math.lcm(*(s.denominator for s in exact))
+    return tuple(int(s * common) for s in exact)
 
 
 def _check_count(name: str, n: int) -> None:
@@ -99,9 +102,10 @@ def apportion(units: int, shares: Sequence[float]) -> tuple[int, ...]:
     the lower device index.
     """
     _check_count("units", units)
-    quotas = [units * p for p in _fractions(shares)]
-    counts = [math.floor(q) for q in quotas]
-    order = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
+    whole = _whole(tuple(shares))
+    total = sum(whole)
+    counts = [units * n // total for n in whole]
+    order = sorted(range(len(whole)), key=lambda i: (-(units * whole[i] % total), i))
     for i in order[: units - sum(counts)]:
         counts[i] += 1
     return tuple(counts)
@@ -113,8 +117,8 @@ def apportion_blocks(size: int, block: int, shares: Sequence[float]) -> tuple[in
     if block < 1:
         raise ShareError(f"block is {block}; it must be at least 1.")
     counts = [block * n for n in apportion(size // block, shares)]
-    exact = _fractions(shares)
-    counts[exact.index(max(exact))] += size % block
+    whole = _whole(tuple(shares))
+    counts[whole.index(max(whole))] += size % block
     return tuple(counts)
 
 
@@ -128,7 +132,8 @@ def apportion_dithered(
     1 / (layers * units) of the request. Layers are rounded in order, each giving its spare units
     to the devices that are furthest behind; ties go to the lower device index.
     """
-    parts = _fractions(shares)
+    whole = _whole(tuple(shares))
+    parts = [Fraction(n, sum(whole)) for n in whole]
     rows: list[list[int]] = []
     quotas: list[list[Fraction]] = []
     behind = [Fraction(0)] * len(parts)

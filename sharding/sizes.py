@@ -5,6 +5,7 @@ Device and layer indexes are those of the plan and are not checked here.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 from sharding.rings import (
@@ -24,9 +25,10 @@ LOGIT_ROWS = 64  # places of a prompt whose logits are made at once
 EXPERT_ROWS = 32  # tokens that an expert multiplies at a time
 
 
-def weight_bytes(plan: Plan, device: int) -> int:
-    """Of the tensors given to the plan, what the device stores."""
-    return sum(_stored(plan, tensor, device) for tensor in plan.tensors)
+def weight_bytes(plan: Plan) -> tuple[int, ...]:
+    """Of the tensors given to the plan, what each device stores."""
+    each = [_stored(plan, tensor) for tensor in plan.tensors]
+    return tuple(map(sum, zip(*each, strict=True))) or (0,) * len(plan.mesh)
 
 
 def page_bytes(plan: Plan, layer: int, device: int) -> int:
@@ -147,7 +149,7 @@ def _unpacked(plan: Plan, device: int) -> int:
     """Of the largest quantised matrix that a step on the device unpacks."""
     itemsize = plan.options.itemsize
     packed = (t for t in plan.tensors if t.packs > 1)
-    return max((unpacked(t, _stored(plan, t, device), itemsize) for t in packed), default=0)
+    return max((unpacked(t, _stored(plan, t)[device], itemsize) for t in packed), default=0)
 
 
 def unpacked(tensor: TensorShape, stored: float, itemsize: int) -> int:
@@ -258,13 +260,16 @@ def _count(plan: Plan, ranges: Ranges, device: int) -> int:
     return max(counts) if plan.padded else counts[device]
 
 
-def _stored(plan: Plan, tensor: TensorShape, device: int) -> int:
-    if not plan.padded and not plan.holds(tensor, device):
-        return 0
-    split = tensor.split_axis
-    size = tensor.itemsize
-    for dim, (name, n) in enumerate(zip(tensor.axes, tensor.shape, strict=True)):
-        ranges = plan.ranges(name, tensor.layer) if split and name == split.name else None
-        own = n if ranges is None else _count(plan, ranges, device) // tensor.packs_along(dim)
-        size *= own
-    return size
+def _stored(plan: Plan, tensor: TensorShape) -> list[int]:
+    """Bytes of a tensor that each device stores."""
+    devices, split = range(len(plan.mesh)), tensor.split_axis
+    if split is None:
+        whole = tensor.itemsize * prod(tensor.shape)
+        return [whole if plan.padded or plan.holds(tensor, device) else 0 for device in devices]
+    ranges = plan.ranges(split.name, tensor.layer)
+    assert ranges is not None
+    dims = list(zip(tensor.axes, tensor.shape, strict=True))
+    others = tensor.itemsize * prod(n for name, n in dims if name != split.name)
+    packs = [tensor.packs_along(dim) for dim, (name, _) in enumerate(dims) if name == split.name]
+    counts = (_count(plan, ranges, device) for device in devices)
+    return [others * prod(count // n for n in packs) for count in counts]
