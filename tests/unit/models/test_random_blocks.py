@@ -73,9 +73,7 @@ def logits(llm: LLM) -> np.ndarray:
     return run(llm, random_ids(40, VOCAB), [5, 7, 11]).logits
 
 
-@pytest.mark.parametrize(
-    ("kind", "bits"), [("Q8_0", 8.5), ("Q4_K", 4.625), ("Q6_K", 8.57), ("Q5_1", 9.0)]
-)
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4.625), ("Q5_1", 9.0)])
 def test_logits_of_every_cut(kind: str, bits: float):
     exact = random_llm(model(), devices=1, random_type=kind)
     expected = logits(exact)
