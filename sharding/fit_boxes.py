@@ -15,6 +15,7 @@ from sharding.fit_terms import TensorParts
 SLACK = 1 + 1e-9  # of comparisons of seconds
 NEAR = 0.95  # of the way from the least of a bound to what was found: where the last piece begins
 GAP = 0.01  # of a chunk, where what was found is no cut
+NOTHING = 1e-7  # of a request: bounds so close are not cut any closer
 CHUNK = 0  # the first of a box's bounds
 
 
@@ -89,6 +90,7 @@ class Boxes:
                 high[axis] = levels[-1] * SLACK
             low[at.groups], high[at.groups] = self._t.mixers.first, self._t.mixers.last
             high[at.blocks] = self._t.mlps.last_thresholds
+            high[at.own] = self._t.mlps.totals[0]
             takes = self._options.takes.all(1)  # all options of any device
             low[at.sets], high[at.sets] = np.where(takes, self._n, 1), self._n
             found.append(Box(low, high))
@@ -154,9 +156,10 @@ class Boxes:
     ) -> list[Box]:
         """The box in pieces: by how many devices sets of layers have; or at parts of the way from a
         least value to what was found in it, that which is worth most of the request; or by how
-        units are rounded where that makes a larger gap between what was found and the cut. None
-        where nothing is left to cut the box by. Values are cut into so `many` pieces. The box is
-        the one numbered `i`; what was `exchanged` is of all."""
+        units are rounded, where that makes a larger gap between what was found and the cut; or by
+        how many blocks a device has, where all else is told. None where nothing is left to cut the
+        box by. Values are cut into so `many` pieces. The box is the one numbered `i`; what was
+        `exchanged` is of all."""
         gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
         if not np.isfinite(gap):
             gap = GAP * self._count[0] * taken.parts[i, CHUNK]
@@ -165,19 +168,23 @@ class Boxes:
         low, high, none = box
         at = self.axes
         worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
-        worth[at.places] = exchanged[i]
+        worth[at.places] = np.where((low < high)[at.places], exchanged[i], 0.0)
         worth = np.where(parts > high, 0.0, worth)
         for axis in range(at.size)[at.sets]:
             if low[axis] < high[axis]:
-                return _halves(box, axis, np.clip(parts[axis], low[axis] + 1, high[axis]))
+                return _near(box, axis, parts)
         for axis in range(at.size)[at.places]:  # one of some hosts, and devices are in several
             if low[axis] < high[axis] < parts[axis]:
                 return _halves(box, axis, high[axis])
         axis = int(worth.argmax())
         if worth[axis] <= max(gap, 0.0):
             rounded = self._rounded(box, edges, off)
-            if rounded or worth[axis] <= 0:
+            if rounded:
                 return rounded
+        if worth[axis] <= NOTHING * self._count[0] * least[CHUNK]:
+            return self._given(box, parts)
+        if at.places.start <= axis < at.places.stop:
+            return _near(box, axis, parts)
         found = []
         for part in NEAR * np.arange(1, many) / (many - 1):
             below = above = least[axis] + part * (parts[axis] - least[axis])
@@ -185,9 +192,6 @@ class Boxes:
                 steps = at.levels[axis]
                 step = min(int(np.searchsorted(steps, below)), len(steps) - 1)
                 below, above = steps[step - 1] if step else -1.0, steps[step]
-            elif at.places.start <= axis < at.places.stop:
-                above = parts[axis] + (part > 0.5)
-                below = above - 1
             if below >= low[axis]:
                 most = high.copy()
                 most[axis] = below
@@ -230,6 +234,13 @@ class Boxes:
             edge = low[axis] + 1 if edge == low[axis] else (low[axis] + high[axis] + 1) // 2
         return _halves(box, axis, edge)
 
+    def _given(self, box: Box, parts: Floats) -> list[Box]:
+        """The box in two by how many blocks the device has whose bounds are furthest apart; none
+        where all are told."""
+        own = self.axes.own
+        wide = (box.high - box.low)[own]
+        return _near(box, own.start + int(wide.argmax()), parts) if wide.any() else []
+
     def _partial(self, low: Floats, high: Floats, axis: int, u: int) -> None:
         """What follows where some devices with blocks have no unit of a total, and so no part in a
         set (bounded by `axis`): each quota of theirs is one that others are rounded up by, by the
@@ -248,7 +259,8 @@ class Boxes:
 class Axes:
     """Which of a box's bounds are of what: of each kind of step a slice of `terms` of mixers and of
     MLPs but the heaviest, slices of cells of groups and of thresholds of blocks, of how many
-    devices sets have and of where these are, and where all are."""
+    devices sets have and of where these are, and where all are; and, where blocks are of several
+    totals, of each device's `own` of the first."""
 
     def __init__(self, parts: TensorParts):
         t, self.size = parts.tables, 1
@@ -260,6 +272,7 @@ class Axes:
         self.places = self._next(len(t.sets))
         self.place = self.size
         self.size += 1
+        self.own = self._next(len(t.cap) if len(t.mlps.totals) > 1 else 0)
         # Of terms of mixers: all values there are.
         self.terms = slice(self.mixers[0].start, self.mixers[-1].stop)
         terms = np.concatenate([each.mixers for each in parts.terms])
@@ -288,6 +301,11 @@ class Axes:
         for s in range(2):
             found[self.mixers[s]] = found[self.mlps[s]] = count[s]
         return found
+
+
+def _near(box: Box, axis: int, parts: Floats) -> list[Box]:
+    """A box in two, below what was found of whole numbers and from there on."""
+    return _halves(box, axis, float(np.clip(parts[axis], box.low[axis] + 1, box.high[axis])))
 
 
 def _halves(box: Box, axis: int, edge: float) -> list[Box]:

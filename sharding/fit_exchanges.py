@@ -55,7 +55,7 @@ class Exchanges:
         self._folds = np.array([s.folds for s in t.sets]).reshape(-1, 2).T  # [2, sets]
         self.starts = np.full(2, self._each * (n + self._layers * self._programs[n]))
         programs = self._set_layers[:, None] * self._programs + self._folds[..., None] * counts
-        self.set_starts = self._each * programs[..., : n + 1]
+        self.set_starts: Floats = np.asarray(self._each * programs[..., : n + 1], np.float64)
 
     def known(self, low: Floats, high: Floats) -> np.ndarray:
         """Of bounds of places: whether in one host, in several, or either."""
@@ -65,8 +65,7 @@ class Exchanges:
         """Least seconds of exchanges, and of the host thread, of each set with so many devices in
         such places, [N, sets], in a step of a kind."""
         each = np.arange(counts.shape[1])
-        least: Floats = self.set_least[wires, s, each, counts]
-        return least, self.set_starts[s, each, counts]
+        return self.set_least[wires, s, each, counts], self.set_starts[s, each, counts]
 
     def seconds(self, used: np.ndarray, takes: np.ndarray) -> tuple[Floats, Floats, np.ndarray]:
         """Of exchanges and of the host thread in a step of each kind, [2, N], for devices that take

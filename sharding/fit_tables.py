@@ -219,7 +219,8 @@ class Tables:
         for key, own in sets.items():
             found = LayerSet(*key, sum(shapes[i].exchanges for i in own), len(own))
             if self.mixers.leading <= found.mixers and 0 in found.mlps:
-                self.everywhere = found.exchanges, found.layers
+                exchanges, layers = self.everywhere
+                self.everywhere = exchanges + found.exchanges, layers + found.layers
             else:
                 self.set_of[own] = len(self.sets)
                 self.sets.append(found)
@@ -366,16 +367,13 @@ class Tables:
         self.compute = {name: np.zeros(len(model.layers)) for name in FOLLOWED}
         self.handed_on, self.fixed = np.zeros((2, len(model.layers)))
         for i, shape in enumerate(model.layers):
-            some = min(1, shape.shared_mlp)  # the first column beside a mixture takes more
-            handed_on, attention, least = sizes.layer_compute(plan, i, shape.kv_heads, 0, some)
-            one = sizes.layer_compute(plan, i, 0, shape.mlp, some)[2] - least
+            handed_on, attention, least = sizes.layer_compute(plan, i, shape.kv_heads, 0, 0)
+            one = sizes.layer_compute(plan, i, 0, shape.mlp, 0)[2] - least
             beside = sizes.layer_compute(plan, i, 0, 0, shape.shared_mlp)[2] - least
-            beside *= shape.shared_mlp / max(1, shape.shared_mlp - 1)
             states = sizes.states_compute(plan, i, shape.states)
             for name, size in zip(FOLLOWED, (attention, states, one, beside), strict=True):
                 self.compute[name][i] = size
-            self.handed_on[i] = handed_on
-            self.fixed[i] = least - some * beside / max(1, shape.shared_mlp)
+            self.handed_on[i], self.fixed[i] = handed_on, least
         width = (model.embed + model.beside) * options.itemsize
         self.residual = float(max(options.ubatch, options.slots) * width)
         logit = 4 if options.itemsize == 4 else 4 + options.itemsize

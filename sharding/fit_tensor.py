@@ -168,11 +168,17 @@ class TensorCuts:
         at, grid = self._space.axes, self._t.mlps
         first, *others = grid.totals
         offsets = grid.offsets(low[:, at.blocks]), grid.offsets(high[:, at.blocks])
-        ends = self._same_ends if len(grid.totals) == 1 else self._ends(*offsets)
+        ends = self._same_ends
+        if others:
+            ends = self._ends(*offsets)
+            few, many = (each[:, at.own, None].astype(int) for each in (low, high))
+            ends = np.maximum(ends[0], few), np.minimum(ends[1], many)
         limits = self._limits(low, high, most, limit), None if resident else most
         taken, *less = self._taken(*limits, ends, offsets)
         devices = high[:, at.sets].astype(int)
         possible = (devices > 0).all(1) & (low <= high).all(1)
+        if others:
+            possible &= (low[:, at.own].sum(1) <= first) & (high[:, at.own].sum(1) >= first)
         kept = np.flatnonzero(possible)
         found, chosen = self._groups.best(taken[kept], devices[kept], np.full(len(kept), first))
         kept = kept[found]
@@ -322,6 +328,8 @@ class TensorCuts:
         parts[:, CHUNK] = steps[0]
         parts[:, at.groups] = t.mixers.cells_of(groups)[0].T
         parts[:, at.blocks] = t.mlps.thresholds(blocks)
+        if len(t.mlps.totals) > 1:
+            parts[:, at.own] = blocks
         parts[:, at.sets], parts[:, at.places] = takes.sum(2).T, places.T
         right = (fits | ~used).all(1) & (used.sum(1) == self._n)
         right &= blocks.sum(1) == t.mlps.totals[0]

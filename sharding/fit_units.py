@@ -61,7 +61,7 @@ class Grid:
             whole, rest = np.divmod(primary * part, each)
             left = total - whole.sum(-1, keepdims=True)
             order = np.argsort(-rest, axis=-1, kind="stable")
-            last = np.take_along_axis(order, np.maximum(left - 1, 0), axis=-1)
+            last = np.take_along_axis(order, np.clip(left - 1, 0, self._devices - 1), axis=-1)
             key = (each - 1 - np.take_along_axis(rest, last, axis=-1)) * self._devices
             found.append(np.where(left > 0, key + last + 1, 0)[..., 0])
         return np.stack(found, axis=-1) if found else np.zeros((*primary.shape[:-1], 0), int)

@@ -240,7 +240,7 @@ def _mlp(plan: Plan, shape: LayerShape, columns: int, shared: int, tokens: int) 
     embed, itemsize = plan.model.embed, plan.options.itemsize
     if not shape.experts:
         return 3 * tokens * columns * itemsize
-    beside = (3 * tokens * shared + tokens * embed) * itemsize if shared else 0
+    beside = (3 * tokens * shared + tokens * embed) * itemsize if shape.shared_mlp else 0
     rows, block = tokens * shape.experts_used, min(EXPERT_ROWS, tokens)
     # Rows in the order of experts and back, in and out; then weighted, in float32.
     moved = (2 * (rows + block) + rows) * embed * itemsize + rows * embed * 4

@@ -21,6 +21,7 @@ RECURRENT = replace(PLAIN, kv_heads=0, states=8, state_bytes=1 << 15, state_work
 UNEVEN = replace(RECURRENT, states=6)
 MIXTURE = replace(PLAIN, mlp=2 * 32, experts=8, experts_used=2)
 BESIDE = replace(MIXTURE, shared_mlp=3 * 32)
+AS_WIDE = replace(MIXTURE, shared_mlp=PLAIN.mlp)
 THICK = replace(PLAIN, mlp=6 * 32)
 THIRDS = replace(MIXTURE, mlp=4 * 32)
 SMALL = {
@@ -29,6 +30,7 @@ SMALL = {
     "layers of one unit": (PLAIN, NARROW, NARROW, PLAIN),
     "dense, then mixtures": (PLAIN, MIXTURE, MIXTURE, MIXTURE),
     "dense, then mixtures with an MLP beside": (PLAIN, BESIDE, BESIDE, BESIDE),
+    "dense, then mixtures with one as wide beside": (PLAIN, AS_WIDE, AS_WIDE, AS_WIDE),
     "dense, then mixtures of two thirds": (THICK, THIRDS, THIRDS, THIRDS),
     "hybrid": (UNEVEN, UNEVEN, RECURRENT, PLAIN),
     "parts in layers of their own": (

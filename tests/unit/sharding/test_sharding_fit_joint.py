@@ -65,3 +65,8 @@ def test_states_that_are_many_go_along_with_kv_groups():
     assert set(options.groups[1]) == set(range(9))
     few = Groups((8,), (16,), 3)
     assert not few.tied and few.free == [0, 1]
+
+
+def test_thresholds_of_fewer_blocks_than_there_are():
+    """A search may look at such a cut, which it then finds unfit."""
+    assert Grid(12, {9, 8}, 2).thresholds(np.array([[2, 1], [7, 5]])).shape == (2, 2)

@@ -198,6 +198,7 @@ def test_no_plan_is_faster_and_none_as_fast_is_simpler(
         (1, "dense, then mixtures", None),
         (3, "dense, then mixtures", 2),
         (0, "dense, then mixtures with an MLP beside", None),
+        (0, "dense, then mixtures with one as wide beside", None),
         (1, "dense, then mixtures of two thirds", None),
         (2, "dense, then mixtures of two thirds", 2),
         (1, "hybrid", None),
