@@ -133,8 +133,7 @@ def test_rows_of_a_batch(request: Any):
     assert [c.token_ids for c in found] == expected
 
 
-@pytest.mark.parametrize("cfg", [DEEP, WINDOWS], ids=["alike", "windows"])
-@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize(("cfg", "together"), [(DEEP, 1), (WINDOWS, 4)], ids=["alike", "windows"])
 def test_nothing_is_compiled_after_a_warm_up(kernel: None, cfg: Any, together: int):
     llm = make_llm(cfg, kv="host", ctx=256, group_pages=4, prefetch=4, tail_pages=together)
     llm.warmup()
