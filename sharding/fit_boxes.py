@@ -160,22 +160,21 @@ class Boxes:
         how many blocks a device has, where all else is told. None where nothing is left to cut the
         box by. Values are cut into so `many` pieces. The box is the one numbered `i`; what was
         `exchanged` is of all."""
-        gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
-        if not np.isfinite(gap):
-            gap = GAP * self._count[0] * taken.parts[i, CHUNK]
-        parts, edges = taken.parts[i], cuts.parts[i].copy()
-        edges[self.axes.groups] = parts[self.axes.groups]
-        low, high, none = box
-        at = self.axes
-        worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
-        worth[at.places] = np.where((low < high)[at.places], exchanged[i], 0.0)
-        worth = np.where(parts > high, 0.0, worth)
+        at, parts, (low, high, none) = self.axes, taken.parts[i], box
         for axis in range(at.size)[at.sets]:
             if low[axis] < high[axis]:
                 return _near(box, axis, parts)
         for axis in range(at.size)[at.places]:  # one of some hosts, and devices are in several
             if low[axis] < high[axis] < parts[axis]:
                 return _halves(box, axis, high[axis])
+        gap = cuts.seconds[i] - np.nan_to_num(taken.seconds[i], posinf=0.0)
+        if not np.isfinite(gap):
+            gap = GAP * self._count[0] * parts[CHUNK]
+        edges = cuts.parts[i].copy()
+        edges[at.groups] = parts[at.groups]
+        worth = np.where(parts > high, 0.0, parts - least) * at.worth(self._count)
+        worth[at.places] = np.where((low < high)[at.places], exchanged[i], 0.0)
+        worth = np.where(parts > high, 0.0, worth)
         axis = int(worth.argmax())
         if worth[axis] <= max(gap, 0.0):
             rounded = self._rounded(box, edges, off)

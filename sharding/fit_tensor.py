@@ -9,14 +9,14 @@ two kinds, chunks of its prompt and decode steps.
 Whether any cut keeps a limit of a request's seconds is found by branch and bound. A box has bounds
 of the chunk's seconds; of all terms of both kinds of steps but the heaviest of MLPs; of the cells
 that say which groups one vector of shares gives in unlike layers (`sharding.fit_joint`); of the
-thresholds by which fewer blocks are rounded (`sharding.fit_units`); of how many devices take part
-in layers that some may have no part of; and of which host these are in, and all are in, if they are
-in one (`sharding.fit_boxes`). In a box the seconds of both steps are bounded, so for
-each option of groups that a device may take, the blocks beside them are: by what is left of each
-step and of the request, and by the memory beside the groups' weights, rings and as much of their
-cache as must stay for the link to keep up. `sharding.fit_distribute` finds a cut that keeps these
-bounds, or that there is none. If that cut does not keep the limit, the box is cut where what the
-cut takes is furthest from the least that the box has.
+thresholds by which fewer blocks are rounded (`sharding.fit_units`), and then of each device's
+blocks; of how many devices take part in layers that some may have no part of; and of which host
+these are in, and all are in, if they are in one (`sharding.fit_boxes`). In a box the seconds of
+both steps are bounded, so for each option of groups that a device may take, the blocks beside them
+are: by what is left of each step and of the request, and by the memory beside the groups' weights,
+rings and as much of their cache as must stay for the link to keep up. `sharding.fit_distribute`
+finds a cut that keeps these bounds, or that there is none. If that cut does not keep the limit, the
+box is cut where what the cut takes is furthest from the least that the box has.
 
 Bounds never leave out a cut that keeps the limit, so a box without one is not looked at for smaller
 limits. Less prefetch leaves more memory and changes no seconds: what has no cut with less has none

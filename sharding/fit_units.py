@@ -22,6 +22,9 @@ Ints = np.ndarray
 Floats = NDArray[np.float64]
 
 
+Limited = tuple[Floats, Floats]  # rooms and units, as of `Grid.most`
+
+
 class Grid:
     """The `totals` of one side of a model's layers, the primary one first. A primary unit is
     `parts` / `wholes` of one of each total; `others` are all three of each but the first."""
@@ -110,7 +113,7 @@ class Grid:
         limits = rooms[several], units[several]
         return self._with_others(limits, self._between(limits, least, low, high), least, largest)
 
-    def _between(self, limits: Limits, least: Ints, low: Floats, high: Floats) -> Floats:
+    def _between(self, limits: Limited, least: Ints, low: Floats, high: Floats) -> Floats:
         """The most primary units between two that keep the limits; `low` do."""
         open_ = low < high
         found, some, many = high.copy(), low[open_], high[open_]
@@ -122,7 +125,7 @@ class Grid:
         found[open_] = some
         return found
 
-    def _with_others(self, limits: Limits, most: Floats, least: Ints, largest: Ints) -> Floats:
+    def _with_others(self, limits: Limited, most: Floats, least: Ints, largest: Ints) -> Floats:
         """With the most units of the other totals. Beside the most primary units a device may have
         one more under larger offsets, if that keeps the limits with as many primary units as it
         takes."""
@@ -137,10 +140,7 @@ class Grid:
         return np.where(most < 0, -1.0, counts)
 
 
-Limits = tuple[Floats, Floats]  # rooms and units, as of `Grid.most`
-
-
-def _kept_in(limits: Limits, some: np.ndarray) -> Callable[[Ints], np.ndarray]:
+def _kept_in(limits: Limited, some: np.ndarray) -> Callable[[Ints], np.ndarray]:
     """Whether counts [U, K] keep limits in the places where `some` says so, [K]."""
     rooms, units = (_of_places(each, some) for each in limits)
     rooms = rooms + 1e-9 * units[:, 0]

@@ -174,11 +174,12 @@ class Plan:
 
     def weight_bytes(self, device: int) -> int:
         """Bytes of the tensors given to the plan that a device stores."""
-        return self._weight_bytes[self._device(device)]
+        return sizes.weight_bytes(self, self._device(device))
 
     @cached_property
-    def _weight_bytes(self) -> tuple[int, ...]:
-        return sizes.weight_bytes(self)
+    def tensor_bytes(self) -> tuple[list[int], ...]:
+        """Of each of the tensors, what each device stores."""
+        return tuple(sizes.tensor_bytes(self, tensor) for tensor in self.tensors)
 
     def page_bytes(self, layer: int, device: int) -> int:
         """Bytes of one page, K and V, of a device's own groups of a layer."""

@@ -25,10 +25,24 @@ LOGIT_ROWS = 64  # places of a prompt whose logits are made at once
 EXPERT_ROWS = 32  # tokens that an expert multiplies at a time
 
 
-def weight_bytes(plan: Plan) -> tuple[int, ...]:
-    """Of the tensors given to the plan, what each device stores."""
-    each = [_stored(plan, tensor) for tensor in plan.tensors]
-    return tuple(map(sum, zip(*each, strict=True))) or (0,) * len(plan.mesh)
+def weight_bytes(plan: Plan, device: int) -> int:
+    """Of the tensors given to the plan, what the device stores."""
+    return sum(each[device] for each in plan.tensor_bytes)
+
+
+def tensor_bytes(plan: Plan, tensor: TensorShape) -> list[int]:
+    """Of one tensor, what each device stores."""
+    devices, split = range(len(plan.mesh)), tensor.split_axis
+    if split is None:
+        whole = tensor.itemsize * prod(tensor.shape)
+        return [whole if plan.padded or plan.holds(tensor, device) else 0 for device in devices]
+    ranges = plan.ranges(split.name, tensor.layer)
+    assert ranges is not None
+    dims = list(zip(tensor.axes, tensor.shape, strict=True))
+    others = tensor.itemsize * prod(n for name, n in dims if name != split.name)
+    packs = [tensor.packs_along(dim) for dim, (name, _) in enumerate(dims) if name == split.name]
+    counts = (_count(plan, ranges, device) for device in devices)
+    return [others * prod(count // n for n in packs) for count in counts]
 
 
 def page_bytes(plan: Plan, layer: int, device: int) -> int:
@@ -148,8 +162,8 @@ def compute_bytes(plan: Plan, device: int) -> int:
 def _unpacked(plan: Plan, device: int) -> int:
     """Of the largest quantised matrix that a step on the device unpacks."""
     itemsize = plan.options.itemsize
-    packed = (t for t in plan.tensors if t.packs > 1)
-    return max((unpacked(t, _stored(plan, t)[device], itemsize) for t in packed), default=0)
+    packed = ((t, n) for t, n in zip(plan.tensors, plan.tensor_bytes, strict=True) if t.packs > 1)
+    return max((unpacked(t, each[device], itemsize) for t, each in packed), default=0)
 
 
 def unpacked(tensor: TensorShape, stored: float, itemsize: int) -> int:
@@ -258,18 +272,3 @@ def _count(plan: Plan, ranges: Ranges, device: int) -> int:
     """Units that a device stores, padding of the fused engine included."""
     counts = [stop - start for start, stop in ranges]
     return max(counts) if plan.padded else counts[device]
-
-
-def _stored(plan: Plan, tensor: TensorShape) -> list[int]:
-    """Bytes of a tensor that each device stores."""
-    devices, split = range(len(plan.mesh)), tensor.split_axis
-    if split is None:
-        whole = tensor.itemsize * prod(tensor.shape)
-        return [whole if plan.padded or plan.holds(tensor, device) else 0 for device in devices]
-    ranges = plan.ranges(split.name, tensor.layer)
-    assert ranges is not None
-    dims = list(zip(tensor.axes, tensor.shape, strict=True))
-    others = tensor.itemsize * prod(n for name, n in dims if name != split.name)
-    packs = [tensor.packs_along(dim) for dim, (name, _) in enumerate(dims) if name == split.name]
-    counts = (_count(plan, ranges, device) for device in devices)
-    return [others * prod(count // n for n in packs) for count in counts]
