@@ -28,7 +28,9 @@ LATENT: dict[str, Any] = dict(
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": dict(),
     "wide MLP": dict(mlp=16384, k_dim=32),
+    "wide residual": dict(embed=4096, mlp=4096, k_dim=32),
     "many heads": dict(kv_heads=16, q_per_kv=4, k_dim=64),
+    "one KV head": dict(kv_heads=1, q_per_kv=32, k_dim=128),
     "values wider than keys": dict(kv_heads=8, k_dim=32, v_dim=128),
     "big vocabulary": dict(vocab=100_000, embed=64, k_dim=16),
     "experts": dict(experts=Experts(8, 2), mlp=512, embed=512, k_dim=16),

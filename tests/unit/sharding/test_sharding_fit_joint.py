@@ -67,6 +67,32 @@ def test_states_that_are_many_go_along_with_kv_groups():
     assert not few.tied and few.free == [0, 1]
 
 
-def test_thresholds_of_fewer_blocks_than_there_are():
-    """A search may look at such a cut, which it then finds unfit."""
-    assert Grid(12, {9, 8}, 2).thresholds(np.array([[2, 1], [7, 5]])).shape == (2, 2)
+def test_thresholds_of_blocks():
+    """Under them blocks are rounded as they are; fewer than there are, which a search may look at
+    and then finds unfit, have some, too."""
+    grid = Grid(12, {9, 8}, 2)
+    found = grid.thresholds(np.array([[7, 5], [2, 1]]))
+    rounded = grid.rounded(np.array([[7, 5]]), grid.offsets(found[:1]))
+    assert rounded.tolist() == grid.counts(np.array([[7, 5]])).tolist()
+    assert (found[1] >= 0).all()
+
+
+@pytest.mark.parametrize("totals", [(6, 4), (7, 3), (9, 6, 4), (12, 9, 8)])
+@pytest.mark.parametrize("seed", range(5))
+def test_most_units_are_those_of_some_thresholds(totals: tuple[int, ...], seed: int):
+    """Against all primary units under all offsets between two."""
+    rng, grid = np.random.default_rng(seed), Grid(totals[0], totals, 2)
+    ends = rng.integers(0, grid.last_thresholds + 1, (2, 4, len(totals) - 1))
+    least, largest = (grid.offsets(each)[..., None] for each in (ends.min(0), ends.max(0)))
+    units = rng.uniform(0.1, 3, (3, len(totals), 1, 2, 1))  # of limits and totals
+    rooms = rng.uniform(-0.1, 1, (3, 4, 2, 5)) * units.sum(1) * totals[0]
+    within = rng.integers(-1, totals[0] + 1, (4, 2, 5)).astype(float)
+    expected = np.full((len(totals), *within.shape), -1)
+    for n, d, o in np.ndindex(within.shape):
+        between = zip(least[:, n, d, 0], largest[:, n, d, 0], strict=True)
+        for offsets in product(*(range(low, high + 1) for low, high in between)):
+            for primary in range(int(within[n, d, o]) + 1):
+                counts = grid.rounded(np.array(primary), np.array(offsets))
+                if (units[:, :, 0, d, 0] @ counts <= rooms[:, n, d, o]).all():
+                    expected[:, n, d, o] = np.maximum(expected[:, n, d, o], counts)
+    np.testing.assert_array_equal(grid.most(rooms, units, least, largest, within), expected)
