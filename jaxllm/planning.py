@@ -13,7 +13,6 @@ from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from jaxllm.cache.flash import has_kernel
 from jaxllm.cache.groups import group_sizes
 from jaxllm.calibration import calibrated_mesh
 from jaxllm.engine.build import PlannedModel, plan_model
@@ -28,7 +27,7 @@ from jaxllm.models.registry import family
 from jaxllm.models.sources import GGUFSource
 from jaxllm.models.weights import slots
 from jaxllm.progress import measure_aloud, measuring, searching
-from jaxllm.runtime import default_dtype, links_file
+from jaxllm.runtime import default_dtype, has_kernels, links_file
 from sharding import Mesh, Plan, PlanOptions, parse_shares, position_bytes
 from sharding.errors import FitError
 from sharding.fit import Fit
@@ -247,7 +246,7 @@ def plan_config(
         mlp_block = max(mlp_block, GGML_QUANT_SIZES[stored][0])
     if impl is not None and impl not in IMPLS:
         raise OptionError(f"impl must be one of {', '.join(IMPLS)}, not {impl!r}")
-    able = all(map(has_kernel, mesh.jax_devices or ()))
+    able = all(map(has_kernels, mesh.jax_devices or ()))
     if impl == "kernel" and not able:
         raise OptionError("impl kernel needs Hopper GPUs and jax 0.11; drop it for jnp")
     if spec_type not in SPEC_TYPES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from platformdirs import user_cache_dir
 
@@ -20,6 +21,24 @@ CUDA_GRAPHS = {
 # For programs over several GPUs: sums over devices stay in the order of the other kernels. On
 # streams of their own they overlap with nothing, and each costs two events.
 SUMS_IN_ORDER = {"xla_disable_hlo_passes": "async-collective-creator"}
+
+
+def has_kernels(device: Any) -> bool:
+    """Whether a device has the instructions that kernels are made of, and jax the interface."""
+    import jax
+
+    modern = jax.__version_info__ >= (0, 11)
+    return modern and getattr(device, "compute_capability", None) == "9.0"
+
+
+def multiprocessors() -> int:
+    """Of the smallest GPU here; those of an H200 where there is none."""
+    import jax
+
+    try:
+        return min(device.core_count for device in jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return 132
 
 
 def cache_root() -> Path:

@@ -23,12 +23,6 @@ WIDTHS = (64, 128, 192, 256)  # of heads that the kernel has registers for
 BLOCK = 128  # positions that a ring is made of, for the kernel
 
 
-def has_kernel(device: Any) -> bool:
-    """Whether a device has the instructions that the kernel is made of, and jax the interface."""
-    modern = jax.__version_info__ >= (0, 11)
-    return modern and getattr(device, "compute_capability", None) == "9.0"
-
-
 def flashes(cfg: LayerConfig, count: int, dtype: Any, capacity: int) -> bool:
     """Whether the kernel does what a layer asks for: for `count` tokens of each row in this type,
     over rings of this capacity, or pages of so many positions."""

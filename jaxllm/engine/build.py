@@ -50,7 +50,7 @@ from sharding.splits import LayerPlan, Ranges
 @dataclass(frozen=True)
 class PlannedModel:
     """A model under a plan: `whole` has its KV heads replicated as the plan says, `kinds` what is
-    held quantised. `kernels`: attention and products of few rows with quantised matrices are."""
+    held quantised. `kernels`: attention and products of few rows are."""
 
     plan: Plan
     block: type[Block]
@@ -132,13 +132,13 @@ def plan_model(
 ) -> PlannedModel:
     """The plan of a model over a mesh, every parameter counted. dtype names a numpy type; `keep`
     has the types of tensors that stay quantised where that is possible, `kernels` says that all
-    devices have those of attention and of quantised products."""
+    devices have those of attention and of products of a few rows."""
     cfg, shape = cfg.in_context(options.ctx), cfg.shape(mlp_block)
     _check_blocks(cfg, options)
     options = replace(options, itemsize=np.dtype(jax.numpy.dtype(dtype)).itemsize)
     times = replications(shape, mesh, options)
     layers = [
-        replace(c.replicated(r), cache=_cache_format(options, c))
+        replace(c.replicated(r), cache=_cache_format(options, c), kernels=kernels)
         for c, r in zip(cfg.layers, times, strict=True)
     ]
     cfg = replace(cfg, layers=tuple(layers))

@@ -34,6 +34,11 @@ from sharding import Plan, ring_positions
 Total = Callable[[Array], Array]  # a device's partial -> the sum over devices
 
 
+def alone(x: Array) -> Array:
+    """The `Total` of one device."""
+    return x
+
+
 class Cache(NamedTuple):
     """What the rows hold: rings of the layers with a KV cache, states of those with a state."""
 
@@ -115,7 +120,11 @@ def _layer(
         else:
             carry = attend_span(cfg, carry, q, read_from, step.row, at, span)
         made = choice(cfg, carry)
-        parts.append(end_attention(block, cfg, carry, q, x))
+        o = end_attention(cfg, carry, q, x.dtype)
+        whole = block.rest_of_layer(o, x) if total is alone and not parts else None
+        if whole is not None:
+            return whole, Held(ring, None, state, made), earlier
+        parts.append(block.after_attention(o, x))
     if parts:
         x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
     else:
@@ -168,11 +177,6 @@ def forward(
         if fewer is not None:
             earlier.append(fewer)
     return x, Cache(tuple(rings.values()), tuple(states.values())), tuple(earlier)
-
-
-def alone(x: Array) -> Array:
-    """The `Total` of one device."""
-    return x
 
 
 def pure_step(model: LocalModel, ctx: int, ubatch: int) -> Callable[..., tuple[Array, Cache]]:

@@ -151,14 +151,13 @@ def choice(cfg: LayerConfig, carry: Carry) -> Array | None:
     return carry.kept.chosen if followed and isinstance(carry.kept, Kept) else None
 
 
-def end_attention(block: Block, cfg: LayerConfig, carry: Carry, q: Array, x: Array) -> Array:
-    """This device's partial [N, T, D] from queries, their carry of all blocks and the residual."""
+def end_attention(cfg: LayerConfig, carry: Carry, q: Array, dtype: jnp.dtype) -> Array:
+    """What attention gives [N, T, K, G, Hv], of queries and their carry of all blocks."""
     if carry.kept is not None:
         carry = Carry(*carry.kept.attend(cfg, q))
     if not cfg.cache.rotate_v:
-        return block.after_attention(finish(carry, x.dtype), x)
-    turned = finish(carry, jnp.dtype(jnp.float32))
-    return block.after_attention(rotate(turned).astype(x.dtype), x)
+        return finish(carry, dtype)
+    return rotate(finish(carry, jnp.dtype(jnp.float32))).astype(dtype)
 
 
 State: TypeAlias = tuple[Array, ...]  # [rows, own groups, ...] each

@@ -174,9 +174,12 @@ def _stage(
     x, total, begun, changed = given.x, None, None, False
     heads, held, read, mixed, begun_mlp = given.heads, given.held, None, None, None
     earlier, chosen, made, folded = None, given.chosen, None, None
+    whole = None  # the residual after a layer that ended in one kernel
     if given.parts is not None:
         total = sum(given.parts[1:], given.parts[0])
     for piece in pieces:
+        if whole is not None and piece in ("after", "mlp", "join"):
+            continue
         if piece == "enter":
             x, total, changed = total, None, True
         elif piece == "project":
@@ -228,7 +231,13 @@ def _stage(
                 carry = attend_tail(here.cfg, carry, q, tail, *places, page)
             made = choice(here.cfg, carry)
             chosen = chosen if made is None else made
-            own = end_attention(old, here.cfg, carry, q, x)
+            o = end_attention(here.cfg, carry, q, x.dtype)
+            if total is None and "join" in pieces:  # all of the layer is here
+                whole = old.rest_of_layer(o, x)
+            if whole is not None:
+                x, changed = whole, True
+                continue
+            own = old.after_attention(o, x)
             total = own if total is None else total + own
         elif piece == "after":
             if total is None:  # a layer that is an MLP alone

@@ -59,6 +59,8 @@ class BlockType:
     def parts(self) -> dict[str, Part]:
         """The arrays by name."""
         words, half = np.dtype(np.int32), np.dtype(np.float16)
+        if self.bits == 16:
+            return {"words": Part(np.dtype(np.uint16), 1)}
         found = {"words": Part(words, 32 // self.bits), "d": Part(half, self.span)}
         if self.minimum:
             found["m"] = Part(half, self.span)
@@ -79,6 +81,7 @@ BLOCK_TYPES = {
     _Type.Q5_K: BlockType(32, 8, 256, minimum=True, nested="u1"),
     _Type.Q6_K: BlockType(16, 8, 256, signed=True, nested="i1"),
 }
+PLAIN = BlockType(16, 16, 16, kernel=True)  # bfloat16 as it is, for the kernel of products
 _D, _M = ("d", "<f2"), ("m", "<f2")
 STORED = {
     _Type.Q8_0: [_D, ("qs", "u1", 32)],

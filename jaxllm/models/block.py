@@ -17,6 +17,9 @@ An engine calls, in this order, for every layer:
     total   = sum over devices of part, where there is one
     x       = block.join_mlp(x, sum over devices of block.end_mlp(begun, total))
 
+Where one device has all of a layer, `rest_of_layer(o, x)` may stand for all that follows on
+attention.
+
 `BlockDef` is a block without its values: hashable, one object a shape, so that layers and models
 of one shape share their compiled programs.
 """
@@ -80,6 +83,11 @@ class Block(nnx.Module):
         """o [B, T, K, G, Hv] and the residual x that attention read -> this device's partial
         [B, T, D]."""
         raise NotImplementedError
+
+    def rest_of_layer(self, o: Array, x: Array) -> Array | None:
+        """o [B, T, K, G, Hv] and the residual x that attention read -> the residual after a layer
+        that this device has all of, by one kernel; None where there is none."""
+        return None
 
     def begin_recur(self, x: Array, state: tuple[Array, ...], counts: Array) -> Midway:
         """The residual x [B, T, D] up to where a recurrent mixer needs the other devices."""

@@ -110,6 +110,7 @@ class LayerConfig:
     kv_repeat: int = 1  # times each stored KV head is repeated (a plan's KV replication)
     owns_cache: bool = True  # False: queries only, over the cache of the last owner of its kind
     cache: CacheFormat = CacheFormat()  # how a plan stores K and V
+    kernels: bool = False  # whether a plan's devices have those of products
 
     def __post_init__(self) -> None:
         if self.needs_squares and self.recurrent is not None and self.recurrent.summed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jaxllm.models.latent import LatentOut, LatentQKV
 from jaxllm.models.layers import (
     QKV,
     Array,
+    DenseMLP,
     Heads,
     HeadsOut,
     Norm,
@@ -27,9 +30,26 @@ from jaxllm.models.layers import (
     param,
 )
 from jaxllm.models.mixers import mixer
+from jaxllm.models.products import rest_of_layer
 from jaxllm.models.relative import RelativeBias
 from jaxllm.models.rope import RopeTable
 from jaxllm.models.selective import SelectiveMixer
+
+# What of a layer's configuration is done with when attention is, or is no matter of its values.
+_BEFORE = {
+    "kv_heads", "q_per_kv", "k_dim", "v_dim", "mlp", "rope", "scale", "eps", "causal", "window",
+    "chunked", "temperature", "softcap", "sinks", "alibi", "relative", "attn_names", "qkv_joined",
+    "v_from_k", "v_norm", "qkv_bias", "qkv_clamp", "qk_norm", "norm_heads", "rope_first",
+    "mlp_joined", "kv_repeat", "owns_cache", "cache", "kernels",
+}  # fmt: skip
+
+
+@cache
+def _ends_plainly(cfg: LayerConfig) -> bool:
+    """Whether what follows on attention is an output projection, and an MLP with a gate by silu
+    after a norm, each added to the residual: all else is as it is by default."""
+    others = (field for field in fields(cfg) if field.name not in _BEFORE)
+    return bool(cfg.mlp) and all(getattr(cfg, field.name) == field.default for field in others)
 
 
 def attention(
@@ -101,6 +121,8 @@ class DecoderBlock(Block):
 
     def project(self, x: Array) -> Heads:
         assert isinstance(self.qkv, QKV | LatentQKV)
+        if type(self) is DecoderBlock and isinstance(self.qkv, QKV) and self.indexer is None:
+            return self.qkv(x, self.attn_norm)
         read = self._read(x)
         q, k, v = self.qkv(read)
         return q, k, v if self.indexer is None or v is None else self.indexer(read, v)
@@ -146,6 +168,21 @@ class DecoderBlock(Block):
         y = self.out(o if self.gate is None else self.gate(o, self._read(x)))
         factor = self.cfg.out_factor
         return y if factor == 1.0 else y * jnp.asarray(factor, y.dtype)
+
+    def rest_of_layer(self, o: Array, x: Array) -> Array | None:
+        cfg, norm = self.cfg, self.mlp_norm
+        weight = None if norm is None or not cfg.kernels else norm.only_weight()
+        if norm is None or weight is None or o.shape[1] != 1:
+            return None
+        if type(self) is not DecoderBlock or not _ends_plainly(cfg):
+            return None
+        assert isinstance(self.out, HeadsOut)
+        assert isinstance(self.ffn, DenseMLP)
+        out, up, down = self.out.weight[...], self.ffn.up[...], self.ffn.down[...]
+        out, up = out.reshape(out.shape[0], -1), up.reshape(-1, up.shape[-1])
+        heads, rows = o.reshape(len(o), -1), x.reshape(len(x), -1)
+        rest = rest_of_layer(heads, rows, out, weight, up, down, norm.eps)
+        return rest.made()["found"].reshape(x.shape) if rest.are_a_kernel() else None
 
     def begin_recur(self, x: Array, state: tuple[Array, ...], counts: Array) -> Midway:
         assert isinstance(self.recurrent, SelectiveMixer)

@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.parts import RMS, NormStyle, bias_of
+from jaxllm.models.products import one_product
 from jaxllm.models.quantised import Quantised
 from jaxllm.models.sections import Section
 
@@ -92,10 +93,9 @@ def quantised_product(rows: Array, w: Quantised) -> Array:
     tile = next((n for n in range(min(out, TILE // size), 0, -1) if out % n == 0), 1)
 
     def whole(rows: Array, w: Quantised) -> Array:
-        if w.has_kernel(rows):
-            from jaxllm.models.quantised_kernel import quantised_kernel  # takes a second to import
-
-            return quantised_kernel(rows, w).astype(rows.dtype)
+        kernel = one_product(rows, w)
+        if kernel.are_a_kernel():
+            return kernel.made()["found"]
         if len(rows) == 1:
             return w.product(rows[0])[None].astype(rows.dtype)
         rows, w = lax.optimization_barrier((rows, w))
@@ -164,6 +164,12 @@ class Norm(nnx.Module):
         bias = bias_of(source)
         biased = bias.removeprefix("/") in style.biases
         self.bias = param((size,), (axis,), (bias,), f32) if biased else None
+
+    def only_weight(self) -> Array | None:
+        """The weight of a root mean square's norm that has nothing else."""
+        if self.kind != "rms" or self.weight is None or self.bias is not None:
+            return None
+        return self.weight[...]
 
     def __call__(self, x: Array) -> Array:
         y = normalise(x.astype(jnp.float32), self.kind, self.eps)
@@ -235,12 +241,13 @@ class QKV(nnx.Module):
             param((kv_heads, rows), axes, biases, dtype, form="qkv") if cfg.qkv_bias else None
         )
 
-    def __call__(self, x: Array) -> Heads:
-        """x [B, T, D] -> q [B, T, K, G, H], k [B, T, K, H], v [B, T, K, Hv]; k and v are None for
-        a layer without a cache of its own."""
+    def __call__(self, x: Array, norm: Norm | None = None) -> Heads:
+        """x [B, T, D], normalised if there is a norm -> q [B, T, K, G, H], k [B, T, K, H],
+        v [B, T, K, Hv]; k and v are None for a layer without a cache of its own."""
         cfg, w = self.cfg, self.weight[...]
         kv_heads, rows, embed = w.shape
-        y = linear(x, w.reshape(kv_heads * rows, embed)).reshape(*x.shape[:-1], kv_heads, rows)
+        y = self._product(x, norm, w.reshape(kv_heads * rows, embed))
+        y = y.reshape(*x.shape[:-1], kv_heads, rows)
         if self.bias is not None:
             y = y + self.bias[...]
         if cfg.qkv_clamp is not None:
@@ -251,6 +258,17 @@ class QKV(nnx.Module):
             return q, None, None
         k = y[..., q_rows : q_rows + cfg.k_dim]
         return q, k, k if cfg.v_from_k else y[..., q_rows + cfg.k_dim :]
+
+    def _product(self, x: Array, norm: Norm | None, w: Array | Quantised) -> Array:
+        if norm is None:
+            return linear(x, w)
+        weight = norm.only_weight() if self.cfg.kernels else None
+        if weight is not None:
+            rows = x.reshape(-1, x.shape[-1])
+            kernel = one_product(rows, w, weight, norm.eps)
+            if kernel.are_a_kernel():
+                return kernel.made()["found"].reshape(*x.shape[:-1], -1)
+        return linear(norm(x), w)
 
 
 class HeadsOut(nnx.Module):

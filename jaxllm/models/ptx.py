@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 
 REGISTERS = {"b16": "h", "b32": "r", "f32": "f", "b64": "d", "pred": "p"}  # names begin so
 
 
-class Writer:
-    """An instruction a line, each result in a register of its own."""
+def float_bits(value: float) -> str:
+    """A number of float32 as text."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08x}"
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.used: Counter[str] = Counter()
+
+class Writer:
+    """An instruction a line, each result in a register of its own; or on in another's text."""
+
+    def __init__(self, on: Writer | None = None) -> None:
+        self.lines: list[str] = [] if on is None else on.lines
+        self.used: Counter[str] = Counter() if on is None else on.used
 
     def block(self) -> str:
         """All lines, with the registers that they use."""
@@ -27,6 +33,10 @@ class Writer:
     def do(self, text: str) -> None:
         """An instruction without a result of its own."""
         self.lines.append(text + ";")
+
+    def mark(self, label: str) -> None:
+        """A place to go on from."""
+        self.lines.append(f"{label}:")
 
     def get(self, name: str, *given: object, kind: str = "b32") -> str:
         """The register that an instruction writes."""

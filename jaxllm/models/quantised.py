@@ -20,11 +20,6 @@ from jax import lax
 
 from jaxllm.gguf.blocks import BlockType
 
-# How the kernel cuts a matrix: a warp has so many rows of it, and so many blocks at a time; so many
-# warps share rows. It multiplies by a few rows of x, and has memory for so many values of them.
-ROWS, BLOCKS, WARPS = 16, 8, 4
-MOST_ROWS, MOST_VALUES = 4, 4 * 14336
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["kind", "dtype"])
 @dataclass(frozen=True)
@@ -110,14 +105,6 @@ class Quantised:
             packs = self.kind.parts[name].packs
             columns = [np.arange(run.start // packs, run.stop // packs) for run in runs]
             part[...] = whole.parts[name][:, np.concatenate(columns)].reshape(part.shape)
-
-    def has_kernel(self, x: jax.Array) -> bool:
-        """Whether x [N, in] times this matrix is something for `quantised_kernel`."""
-        out, size = self.shape
-        spans, rest = divmod(size, BLOCKS * self.kind.block)
-        whole = out > 0 and out % ROWS == 0 and rest == 0 and spans >= WARPS
-        few = len(x) <= MOST_ROWS and x.size <= MOST_VALUES
-        return self.kind.kernel and whole and few and x.dtype == jnp.bfloat16
 
     def _with(self, parts: dict[str, Any]) -> Quantised:
         return Quantised(self.kind, self.dtype, parts)

@@ -17,15 +17,15 @@ from jaxllm.cache.flash import (
     attend_flash,
     attend_pages_flash,
     flashes,
-    has_kernel,
     no_parts,
     with_parts,
 )
 from jaxllm.cache.types import CACHE_TYPES, CacheFormat
 from jaxllm.models.config import LayerConfig
+from jaxllm.runtime import has_kernels
 
 pytestmark = pytest.mark.skipif(
-    not has_kernel(jax.devices()[0]), reason="no GPU that the attention kernel is for"
+    not has_kernels(jax.devices()[0]), reason="no GPU that the attention kernel is for"
 )
 BF16 = jnp.bfloat16
 ROUNDING = 1e-5  # NMSE: weights and results are bfloat16

@@ -11,14 +11,14 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.shapes import model_config
-from jaxllm.cache.flash import has_kernel
 from jaxllm.engine import folding
 from jaxllm.engine.folding import TOGETHER
 from jaxllm.models.config import ModelConfig
+from jaxllm.runtime import has_kernels
 from support import compilations
 
 pytestmark = pytest.mark.skipif(
-    not has_kernel(jax.devices()[0]), reason="no GPU that the attention kernel is for"
+    not has_kernels(jax.devices()[0]), reason="no GPU that the attention kernel is for"
 )
 IDS = np.random.default_rng(0).integers(0, 8192, 700).tolist()
 BF16 = 2e-3  # NMSE of logits of bfloat16 against float32

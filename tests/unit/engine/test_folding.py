@@ -58,7 +58,7 @@ def _with_parts(carry: Carry, parts: Parts, q: jax.Array) -> Carry:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All devices have a kernel."""
-    monkeypatch.setattr("jaxllm.planning.has_kernel", lambda device: True)
+    monkeypatch.setattr("jaxllm.planning.has_kernels", lambda device: True)
     monkeypatch.setattr(stages, "flashes", lambda *_: True)
     monkeypatch.setattr(stages, "attend_flash", _attend_tail)
     monkeypatch.setattr(stages, "no_parts", _no_parts)

@@ -1,0 +1,102 @@
+"""A kernel of several products one after the other, in PTX (`product_ptx.py` has one of them).
+
+One group of threads runs on each multiprocessor and has its share of every product. Between two
+products all groups wait for each other; what is first needed of the next matrix is on its way then.
+So the memory's link rests neither there nor between kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxllm.models.product_ptx import LANES, ROWS, WARPS, Lanes, Product, Step
+from jaxllm.models.ptx import Writer
+
+LINE = 32  # words of device memory between two counters
+AHEAD = 2  # spans of a warp that are on their way, at most
+MEMORY = 224 << 10  # bytes of shared memory that a group has, at most
+
+
+class Chain(Writer):
+    """The kernel of these steps for n rows of x, with so many groups, all of which have to run at a
+    time.
+
+    Operands, in the order of `operands`: arrays, and memory of `memory` bytes that a group shares.
+    Where there are several steps one of them is `counters`, uint32 [len(steps) * LINE], zeros
+    before the kernel and after it.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], n: int, groups: int, operands: Sequence[str], eps: float = 0.0
+    ):
+        super().__init__()
+        self.groups = groups
+        self.given = {name: f"${i}" for i, name in enumerate((*operands, "memory"))}
+        self.products = [Product(self, step, n, groups, self.given, eps) for step in steps]
+        x = max(product.x_bytes for product in self.products)
+        sums, squares = 2 * WARPS * n * ROWS * 4, WARPS * n * 4
+        room = (MEMORY - x - sums - squares) // WARPS
+        self.ahead = [min(AHEAD, room // product.buffer) for product in self.products]
+        self.own = max(a * p.buffer for a, p in zip(self.ahead, self.products, strict=True))
+        parts = WARPS * self.own, x, sums, squares
+        self.starts = [sum(parts[:i]) for i in range(len(parts))]
+        self.memory = sum(parts)
+        reached = max(
+            step.out * product.row_bytes for step, product in zip(steps, self.products, strict=True)
+        )
+        self.fits = min(self.ahead) > 0 and reached < 1 << 31  # numbers of addresses have 32 bits
+
+    def text(self) -> str:
+        """The whole kernel."""
+        lanes = self._lanes()
+        for i, product in enumerate(self.products):
+            if i:
+                self._arrive(lanes, i)
+            product.begin(lanes, self.ahead[i], waits=i > 0)
+            if i:
+                self._wait(lanes, i)
+            product.run()
+        if len(self.products) > 1:
+            self._end(lanes)
+        return self.block()
+
+    def _lanes(self) -> Lanes:
+        group, thread = self.get("mov.u32", "%ctaid.x"), self.get("mov.u32", "%tid.x")
+        warp, lane = self.get("shr.u32", thread, 5), self.get("and.b32", thread, LANES - 1)
+        row, quarter = self.get("shr.u32", lane, 2), self.get("and.b32", lane, 3)
+        memory = self.given["memory"]
+        copies, *others = (self.add(memory, 1, start) for start in self.starts)
+        copies = self.add(copies, warp, self.own)
+        return Lanes(group, thread, warp, lane, row, quarter, copies, *others)
+
+    def _counter(self, i: int) -> str:
+        return f"[{self.given['counters']}+{4 * LINE * i}]"
+
+    def _arrive(self, lanes: Lanes, i: int) -> None:
+        """Say that the group has written its share. This waits for copies that are on their way, so
+        it comes before those of the next step."""
+        self.do("bar.sync 0")
+        first = self.get("setp.eq.u32", lanes.thread, 0, kind="pred")
+        self.do(f"@{first} red.release.gpu.global.add.u32 {self._counter(i)}, 1")
+
+    def _wait(self, lanes: Lanes, i: int) -> None:
+        """For all groups, and for what they have written."""
+        others = self.get("setp.ge.u32", lanes.warp, 1, kind="pred")
+        self.do(f"@{others} bra wait{i}done")
+        self.mark(f"wait{i}")
+        count = self.get("ld.acquire.gpu.global.u32", self._counter(i))
+        less = self.get("setp.lt.u32", count, self.groups, kind="pred")
+        self.do(f"@{less} bra wait{i}")
+        self.mark(f"wait{i}done")
+        self.do("bar.sync 0")
+
+    def _end(self, lanes: Lanes) -> None:
+        """The last group to be done with all counters makes them zeros again."""
+        first = self.get("setp.eq.u32", lanes.thread, 0, kind="pred")
+        done = self.get("mov.b32", 0)
+        count = f"{self._counter(0)}, {self.groups - 1}"
+        self.do(f"@{first} atom.acq_rel.gpu.global.inc.u32 {done}, {count}")
+        last = self.get("setp.eq.u32", done, self.groups - 1, kind="pred")
+        last = self.get("and.pred", first, last, kind="pred")
+        for i in range(1, len(self.products)):
+            self.do(f"@{last} st.global.b32 {self._counter(i)}, 0")

@@ -1,0 +1,61 @@
+"""Products of a few rows as one kernel for Hopper GPUs, through Pallas' Mosaic GPU.
+
+Pallas has no word for the products that it is made of, so what a thread does is inline PTX
+(`chain_ptx.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu.utils import memref_ptr
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from jaxllm.models.chain_ptx import LINE
+from jaxllm.models.product_ptx import LANES, WARPS
+from jaxllm.models.products import Products
+from jaxllm.runtime import multiprocessors
+
+
+def run(products: Products) -> dict[str, jax.Array]:
+    """What the steps write, bfloat16 [N, width] by name."""
+    steps, n = products.steps, len(products.x)
+    groups = multiprocessors()
+    chain = products.chain(groups)
+    text = chain.text()
+    given = list(products.arrays.values())
+    if len(steps) > 1:
+        given.append(jnp.zeros(len(steps) * LINE, jnp.uint32))
+
+    def body(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=[plgpu.RefType()] * len(refs))
+        def _run(_: Any, *operands: Any) -> None:
+            given = [*map(_address, operands)]
+            letters = ("l" if str(value.type) == "i64" else "r" for value in given)
+            llvm.inline_asm(None, given, text, ",".join(letters), has_side_effects=True)
+
+        _run(*refs)
+
+    widths = products.widths.values()
+    kernel = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((n, width), jnp.bfloat16) for width in widths],
+        scratch_types=[plgpu.SMEM((chain.memory,), jnp.int8)],
+        grid=(groups,),
+        grid_names=("group",),
+        num_threads=WARPS * LANES // 128,
+        thread_name="thread",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return dict(zip(products.widths, kernel(*given), strict=True))
+
+
+def _address(array: Any) -> Any:
+    """Of a memref: 64 bits in device memory, 32 in memory that a group shares."""
+    pointer = memref_ptr(array)
+    shared = llvm.PointerType(pointer.type).address_space == 3
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32 if shared else 64), pointer)

@@ -1,0 +1,126 @@
+"""Products of a few rows on a GPU that has kernels for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as T
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.bench.shapes import model_config
+from jaxllm.gguf.blocks import BLOCK_TYPES, take_apart
+from jaxllm.gguf.random_blocks import random_blocks
+from jaxllm.models.products import Matrix, one_product, rest_of_layer
+from jaxllm.models.quantised import Quantised, values
+from jaxllm.runtime import has_kernels
+from support import compilations
+
+pytestmark = pytest.mark.skipif(
+    not has_kernels(jax.devices()[0]), reason="no GPU that the kernel of products is for"
+)
+BF16 = 2e-3  # NMSE of logits of bfloat16 against float32
+SHAPES = [(48, 1024, 1), (9600, 4096, 1), (4224, 14336, 4), (160, 1280, 2), (9008, 2304, 3)]
+LAYERS = [(512, 512, 768), (4096, 4096, 14336), (2048, 1024, 5632)]  # embedding, heads, columns
+TYPES = [*BLOCK_TYPES, T.BF16]
+
+
+def _rows(n: int, size: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (n, size)).astype(jnp.bfloat16)
+
+
+def _matrix(kind: T, out: int, size: int) -> Matrix:
+    if kind == T.BF16:
+        return _rows(out, size, 9) / 32
+    count = out * size // GGML_QUANT_SIZES[kind][0]
+    drawn = random_blocks(kind, 1 << 14, np.random.default_rng(0), 0.02)
+    raw = np.resize(drawn, (count, drawn.shape[1])).reshape(out, -1)
+    own = replace(BLOCK_TYPES[kind], kernel=True)
+    return jax.tree.map(jnp.asarray, Quantised(own, np.dtype(np.float32), take_apart(raw, kind)))
+
+
+@jax.jit
+def _values(w: Matrix) -> jax.Array:
+    return values(w).astype(jnp.float32)
+
+
+def _times(x: jax.Array, w: Matrix) -> np.ndarray:
+    return np.asarray(x, np.float64) @ np.asarray(_values(w), np.float64).T
+
+
+def _assert_rounded(found: jax.Array, exact: np.ndarray) -> None:
+    """The nearest bfloat16, but for the order of sums before that."""
+    spread = np.sqrt(np.square(exact).mean())
+    error = np.abs(np.asarray(found, np.float64) - exact)
+    assert (error <= 1.001 * 2**-8 * np.abs(exact) + 5e-5 * spread).all()
+
+
+@pytest.mark.parametrize("out, size, n", SHAPES)
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_products_are_exact_but_for_the_order_of_sums(kind: T, out: int, size: int, n: int):
+    n = 1 if kind == T.BF16 else n
+    x, w = _rows(n, size), _matrix(kind, out, size)
+    assert one_product(x, w).are_a_kernel()
+    found = jax.jit(lambda x, w: one_product(x, w).made()["found"])(x, w)
+    _assert_rounded(found, _times(x, w))
+
+
+@pytest.mark.parametrize("embed, heads, columns", LAYERS)
+@pytest.mark.parametrize("kind", [T.Q4_0, T.Q8_0, T.Q4_K, T.BF16], ids=lambda kind: kind.name)
+def test_the_rest_of_a_layer(kind: T, embed: int, heads: int, columns: int):
+    o, x = _rows(1, heads), _rows(1, embed, 1)
+    out, up, down = (
+        _matrix(kind, *shape) for shape in ((embed, heads), (2 * columns, embed), (embed, columns))
+    )
+    weight = 1 + _rows(1, embed, 2)[0].astype(jnp.float32) / 8
+
+    @jax.jit
+    def made(*given: Any) -> dict[str, jax.Array]:
+        return rest_of_layer(*given, 1e-5).made()
+
+    found = made(o, x, out, weight, up, down)
+    for _ in range(20):  # groups that do not wait for each other would not always be found out
+        again = made(o, x, out, weight, up, down)
+        assert all((again[name] == found[name]).all() for name in found)
+    _assert_rounded(found["joined"], np.asarray(x, np.float64) + _times(o, out))
+    wide = np.asarray(found["joined"], np.float64)
+    wide = wide / np.sqrt(np.square(wide).mean() + 1e-5) * np.asarray(weight, np.float64)
+    gate, linear = np.split(_times(jnp.asarray(wide, jnp.bfloat16), up), 2, axis=-1)
+    # A few of what is normalised are rounded to the other side.
+    error = np.asarray(found["hidden"], np.float64) - gate / (1 + np.exp(-gate)) * linear
+    assert np.square(error).sum() / np.square(gate / (1 + np.exp(-gate)) * linear).sum() < 1e-5
+    exact = np.asarray(found["joined"], np.float64) + _times(found["hidden"], down)
+    _assert_rounded(found["found"], exact)
+
+
+@pytest.mark.parametrize("engine", ["fused", "staged"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", None])
+def test_logits_are_those_of_float32(kind: str | None, engine: str):
+    base = model_config("small")
+    layer = replace(base.layers[0], mlp=2048)
+    cfg = replace(base, embed=1024, layers=(layer,) * 2)
+    settings: dict[str, Any] = {"ctx": 512, "page": 128, "ubatch": 128, "parallel": 2}
+    if kind is not None:
+        settings |= {"weights": "quantised", "random_type": kind}
+    exact = LLM.from_config(cfg, devices=jax.devices("cpu")[:1], dtype="float32", **settings)
+    llm = LLM.from_config(cfg, devices=1, engine=engine, **settings)
+    assert all(own.kernel for kinds in llm.model.kinds for _, own in kinds)
+    llm.warmup()
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts = np.random.default_rng(0).integers(0, 8192, (2, 40)).tolist()
+    with compilations() as compiled:
+        found = [*llm.generate(prompts, params), *llm.generate(prompts[:1], params)]
+    assert not compiled
+    for prompt, completion in zip((*prompts, prompts[0]), found, strict=True):
+        ids = [*prompt, *completion.token_ids]
+        logits = exact.logits(ids)[len(prompt) - 1 : -1]
+        taken = logits[np.arange(len(logits)), completion.token_ids]
+        assert (logits.max(axis=1) - taken <= 0.1 * logits.std()).all()
+    together = exact.logits(prompts[0])
+    own = llm.logits(prompts[0])
+    assert np.square(own - together).sum() / np.square(together).sum() < BF16
