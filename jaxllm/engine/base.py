@@ -55,6 +55,7 @@ class Engine(ABC):
 
     plan: Plan
     runs_ahead: bool = False  # whether `greedy` is worth starting before its tokens are known
+    greedy_steps: int = 1  # that are worth asking for at a time
     ends: StateEnds
     at_work: int | None = None  # the device that a program was last given to, where that is known
 
@@ -93,18 +94,20 @@ class Engine(ABC):
     def features(self, hidden: Hidden) -> Array:
         """What the head reads of hidden states [N, T, D], for a draft."""
 
-    def greedy(self, tokens: Any, starts: np.ndarray) -> Any:
-        """A whole step of all rows, tokens int32 [rows] at positions starts [rows]: the likeliest
-        tokens, for `read`, NO_TOKEN where logits are not numbers. Where `runs_ahead`, it returns
-        before they are known, and they may be the tokens of the next step while they still are
-        not."""
+    def greedy(self, tokens: Any, starts: np.ndarray, steps: int = 1) -> tuple[Any, Any]:
+        """Steps of all rows, one or `greedy_steps`, from tokens int32 [rows] at positions starts
+        [rows], each with the likeliest tokens of the one before: those of all [steps, rows], for
+        `read`, and of the last, NO_TOKEN where logits are not numbers. Where `runs_ahead`, it
+        returns before they are known, and the last may be given to the next call while they still
+        are not."""
         hidden = self.forward(np.asarray(tokens)[:, None], 0, starts)
         best = self.logits(hidden, np.zeros((len(starts), 1), np.int32), 1)
         self.settle(0, starts + 1)
-        return likeliest(best)
+        ids = likeliest(best)
+        return ids[None], ids
 
     def read(self, ids: Any) -> np.ndarray:
-        """The tokens [rows] that `greedy` gave, once they are known."""
+        """The tokens [steps, rows] that `greedy` gave, once they are known."""
         return np.asarray(ids)
 
     def settle(self, row: int, ends: np.ndarray) -> None:  # noqa: B027 (nothing to do is fine)

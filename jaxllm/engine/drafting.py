@@ -117,7 +117,7 @@ class DraftingEngine(Engine):
         plain = np.where(drafting, -1, starts)
         found: list[list[int]] = [[] for _ in starts]
         if (plain >= 0).any():
-            tokens_of = self.read(self.greedy(tokens, plain))
+            tokens_of = self.read(self.greedy(tokens, plain)[0])[0]
             for row in np.flatnonzero(plain >= 0):
                 found[row] = [int(tokens_of[row])]
         if drafting.any():

@@ -44,6 +44,8 @@ from jaxllm.models.weights import Leaves, LocalModel
 from sharding import Plan, ring_positions
 from sharding.splits import Ranges
 
+STEPS_AT_ONCE = 4  # greedy ones in a program: starting it takes a host longer than a small step
+
 
 class FusedEngine(Engine):
     """See the module's docstring; `Engine` says what the methods mean.
@@ -74,6 +76,7 @@ class FusedEngine(Engine):
         on_cpu = first.platform == "cpu"
         # Virtual devices share the host's cores; a step in vain moves a state past its row's end.
         self.runs_ahead = not on_cpu or (self.mesh is None and not model.cfg.stateful)
+        self.greedy_steps = STEPS_AT_ONCE if not on_cpu and self.mesh is None else 1
         self.kernels = kernels
         self.spans = () if on_cpu or self._only_kernels(dtype) else decode_spans(plan.options.ctx)
         self.written = np.zeros(plan.options.slots, np.int64)
@@ -125,24 +128,24 @@ class FusedEngine(Engine):
         return lost
 
     def _write(
-        self, row: int, starts: np.ndarray, chunk: int, used: int | None = None
+        self, row: int, starts: np.ndarray, chunk: int, used: int | None = None, steps: int = 1
     ) -> int | None:
-        """Note what a step writes; the span of slots that it reads, None to read them in turn."""
-        ends = np.where(starts < 0, 0, starts + chunk)
+        """Note what steps write; the span of slots that they read, None to read them in turn."""
+        ends = np.where(starts < 0, 0, starts + chunk * steps)
         own = slice(row, row + len(starts))
         self.written[own] = np.maximum(self.written[own], ends)
-        self.ends.advance(row, starts, chunk if used is None else used)
+        self.ends.advance(row, starts, chunk * steps if used is None else used)
         if chunk > 1 or not self.spans:
             return None
         longest = max(ends.max(), self.memory.max())
         return next(span for span in self.spans if span >= longest)
 
     @frees_on_failure
-    def greedy(self, tokens: Any, starts: np.ndarray) -> Any:
-        span = self._write(0, starts, 1)
+    def greedy(self, tokens: Any, starts: np.ndarray, steps: int = 1) -> tuple[Any, Any]:
+        span = self._write(0, starts, 1, steps=steps)
         if isinstance(tokens, np.ndarray):
             tokens = jax.device_put(tokens.astype(np.int32), self.same)
-        ids, self.cache = greedy_step(
+        (ids, last), self.cache = greedy_step(
             self.leaves,
             self.cache,
             tokens,
@@ -151,8 +154,9 @@ class FusedEngine(Engine):
             mesh=self.mesh,
             span=span,
             kernels=self.kernels,
+            steps=steps,
         )
-        return ids
+        return ids, last
 
     @frees_on_failure
     def read(self, ids: Any) -> np.ndarray:

@@ -86,7 +86,7 @@ def whole_step(
     return _per_device(mesh, local, 2, 2)(leaves, cache, packed, features)
 
 
-@partial(_program, static_argnames=("model", "mesh", "span", "kernels"))
+@partial(_program, static_argnames=("model", "mesh", "span", "kernels", "steps"))
 def greedy_step(
     leaves: Leaves,
     cache: Cache,
@@ -97,25 +97,39 @@ def greedy_step(
     mesh: JaxMesh | None,
     span: int | None,
     kernels: bool,
-) -> tuple[Array, Cache]:
-    """A step of one token a row, head included: the likeliest tokens [N], and the new cache. places
-    [2, N] are the rows' positions and how much memory each has."""
+    steps: int,
+) -> tuple[tuple[Array, Array], Cache]:
+    """Steps of one token a row, head included: the likeliest tokens of each [steps, N] and of the
+    last [N], and the new cache. places [2, N] are the rows' positions and how much memory each
+    has."""
 
-    def local(leaves: Leaves, cache: Cache, tokens: Array, places: Array) -> tuple[Array, Cache]:
+    def local(
+        leaves: Leaves, cache: Cache, tokens: Array, places: Array
+    ) -> tuple[tuple[Array, Array], Cache]:
         starts, memory = places
         zeros = jnp.zeros_like(starts)
         counts = (starts >= 0).astype(jnp.int32)
-        step = Step(tokens[:, None], zeros[0], starts, zeros, counts, memory, zeros)
-        x, cache, _ = forward(model, leaves, cache, step, _total(mesh), span, kernels=kernels)
-        at = zeros[:, None]
-        best = head_logits(model.ends.bind(leaves.ends), x, at, leaves.vocab, top=1)
-        assert isinstance(best, Top)
-        values, ids = best.values[:, 0, 0], best.ids[:, 0, 0]
-        if mesh is not None:  # the first of equal devices has the lower ids
-            both = [jax.lax.all_gather(a, AXIS) for a in (values, ids)]
-            best_of = both[0].argmax(axis=0)[None]
-            values, ids = (jnp.take_along_axis(a, best_of, axis=0)[0] for a in both)
-        return jnp.where(jnp.isfinite(values), ids, NO_TOKEN), cache
+
+        def one(held: tuple[Cache, Array, Array]) -> tuple[Cache, Array, Array]:
+            cache, tokens, starts = held
+            step = Step(tokens[:, None], zeros[0], starts, zeros, counts, memory, zeros)
+            x, cache, _ = forward(model, leaves, cache, step, _total(mesh), span, kernels=kernels)
+            at = zeros[:, None]
+            best = head_logits(model.ends.bind(leaves.ends), x, at, leaves.vocab, top=1)
+            assert isinstance(best, Top)
+            values, ids = best.values[:, 0, 0], best.ids[:, 0, 0]
+            if mesh is not None:  # the first of equal devices has the lower ids
+                both = [jax.lax.all_gather(a, AXIS) for a in (values, ids)]
+                best_of = both[0].argmax(axis=0)[None]
+                values, ids = (jnp.take_along_axis(a, best_of, axis=0)[0] for a in both)
+            return cache, jnp.where(jnp.isfinite(values), ids, NO_TOKEN), starts + counts
+
+        held = cache, tokens, starts
+        if steps == 1:
+            cache, last, _ = one(held)
+            return (last[None], last), cache
+        (cache, last, _), ids = jax.lax.scan(lambda h, _: ((h := one(h)), h[1]), held, length=steps)
+        return (ids, last), cache
 
     return _per_device(mesh, local, 2, 2, alike=True)(leaves, cache, tokens, places)
 

@@ -59,11 +59,6 @@ class Request:
         newest = 1 if self.token_ids and self.finish_reason != "stop" else 0
         return len(self.prompt) + len(self.token_ids) - newest
 
-    def goes_on(self, ctx: int) -> bool:
-        """Whether the request has room for a token after the next one."""
-        count = len(self.token_ids) + 1
-        return count < self.params.max_tokens and len(self.prompt) + count <= ctx
-
     def room(self, ctx: int) -> int:
         """Tokens that may still come."""
         most = min(self.params.max_tokens, ctx + 1 - len(self.prompt))
@@ -118,7 +113,8 @@ def generate(
             elif any(running) and isinstance(engine, DraftingEngine) and engine.count:
                 yield from _advance_drafting(engine, rows, running, ctx)
             elif any(running):
-                flight = yield from _advance_greedy(engine, rows, running, ctx, flight)
+                waited_for = filling is not None
+                flight = yield from _advance_greedy(engine, rows, running, ctx, flight, waited_for)
             if before is None or flight is not None:  # one has begun, not only ended
                 room = inf
     except GeneratorExit:  # it comes between steps
@@ -218,10 +214,24 @@ def _advance_drafting(
 
 
 class _Flight(NamedTuple):
-    """A greedy step under way: the tokens that it will give, and whom."""
+    """Greedy steps under way: the tokens that they will give, all and the last ones, whom, and how
+    many steps there are."""
 
     ids: Any
+    last: Any
     requests: list[Request | None]
+    steps: int
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        tokens: Any,
+        starts: np.ndarray,
+        requests: list[Request | None],
+        steps: int,
+    ) -> _Flight:
+        return cls(*engine.greedy(tokens, starts, steps), requests, steps)
 
 
 def _advance_greedy(
@@ -230,31 +240,41 @@ def _advance_greedy(
     running: list[Request | None],
     ctx: int,
     flight: _Flight | None,
+    waited_for: bool,
 ) -> Generator[tuple[Request, int | None], None, _Flight | None]:
-    """Take the tokens of a step, and start the one after it before they are known, so that a
-    device need not wait for the host; returned is the step under way, if there is one.
+    """Take the tokens of steps under way, and start those after them before they are known, so that
+    a device need not wait for the host; returned are the steps under way, if there are any. While
+    a prompt waits for a step to end, one is started at a time.
 
-    A row that turns out to have ended runs one step in vain, past what it holds.
+    A row that turns out to have ended runs steps in vain, past what it holds.
     """
     began = time.perf_counter()
     active = [r for r in running if r is not None]
     pairs = zip(running, flight.requests if flight else running, strict=True)
     started = any(r is not None and r is not other for r, other in pairs)
+
+    def steps(requests: Sequence[Request | None], taken: int) -> int:
+        """How many to start, where so many are under way: none is past a row's last token."""
+        room = min(r.room(ctx) for r in requests if r is not None) - taken
+        return 1 if waited_for or room < engine.greedy_steps else engine.greedy_steps
+
     with interrupts.kept():
         if flight is None:
-            flight = _Flight(engine.greedy(*_next_step(running)), list(running))
+            flight = _Flight.of(engine, *_next_step(running), list(running), steps(running, 0))
         ahead = None
-        going = [r if r is not None and r.goes_on(ctx) else None for r in running]
+        taken = flight.steps
+        going = [r if r is not None and r.room(ctx) > taken else None for r in running]
         if engine.runs_ahead and not started and any(going):
-            starts = np.asarray([r.length + 1 if r else -1 for r in going], np.int32)
-            ahead = _Flight(engine.greedy(flight.ids, starts), going)
+            starts = np.asarray([r.length + taken if r else -1 for r in going], np.int32)
+            ahead = _Flight.of(engine, flight.last, starts, going, steps(going, taken))
         ids = engine.read(flight.ids).tolist()
     spent = time.perf_counter() - began
     for request in active:
         request.decode_seconds += spent
-    for row, request in enumerate(flight.requests):
-        if request is not None and request is running[row]:
-            yield from _accept(engine, rows, running, row, ids[row], None, ctx)
+    for tokens in ids:
+        for row, request in enumerate(flight.requests):
+            if request is not None and request is running[row]:
+                yield from _accept(engine, rows, running, row, tokens[row], None, ctx)
     return ahead
 
 

@@ -29,8 +29,9 @@ def warm_up(engine: Engine, plan: Plan, places: int) -> None:
             with interrupts.kept():
                 hidden = engine.forward(tokens, 0, starts)
             if (rows, size) == (options.slots, 1):
-                with interrupts.kept():
-                    engine.greedy(tokens[:, 0], starts)
+                for count in sorted({1, engine.greedy_steps}):
+                    with interrupts.kept():
+                        engine.greedy(tokens[:, 0], starts, count)
         for top in (0, *TOPS):
             with interrupts.kept():
                 engine.logits(hidden, np.zeros((rows, 1), np.int32), top)
