@@ -1,7 +1,7 @@
 """Products of a few rows as one kernel for Hopper GPUs, through Pallas' Mosaic GPU.
 
 Pallas has no word for the products that it is made of, so what a thread does is inline PTX
-(`chain_ptx.py`).
+(`ptx/chain.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jaxllm.models.chain_ptx import LINE
-from jaxllm.models.product_ptx import LANES, WARPS
 from jaxllm.models.products import Products
+from jaxllm.models.ptx.chain import LINE
+from jaxllm.models.ptx.share import LANES, WARPS
 from jaxllm.runtime import multiprocessors
 
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.gguf.blocks import PLAIN
-from jaxllm.models.chain_ptx import Chain
-from jaxllm.models.product_ptx import ROWS, Step
+from jaxllm.models.ptx.chain import Chain
+from jaxllm.models.ptx.share import ROWS, Step
 from jaxllm.models.quantised import Quantised
 from jaxllm.runtime import multiprocessors
 

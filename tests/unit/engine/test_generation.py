@@ -472,18 +472,24 @@ def test_an_interrupt_after_a_donating_program_loses_no_engine(monkeypatch: pyte
         assert llm.generate([random_ids(20)], greedy(5))[0].token_ids == expected
 
 
-@pytest.mark.parametrize("cut", [{}, dict(devices=2, split_mode="tensor")])
-def test_running_ahead_changes_no_token(cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """As on a GPU: steps begin before the last is read, and a ring is read at once. More requests
-    than rows, of unlike lengths; one is drawn, one is penalised, one ends by its own token."""
-    right, spans, ran_ahead = fused.greedy_step, [], []
+@pytest.mark.parametrize(
+    "cut, steps", [({}, 1), ({}, 3), (dict(devices=2, split_mode="tensor"), 1)]
+)
+def test_running_ahead_changes_no_token(
+    cut: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a GPU: steps begin before the last is read, or several at once, and a ring is read at
+    once. More requests than rows, of unlike lengths; one is drawn, one is penalised, one ends by
+    its own token."""
+    right, spans, ran_ahead, at_once = fused.greedy_step, [], [], []
 
     def watched(leaves: Any, cache: Any, tokens: jax.Array, *args: Any, **kw: Any) -> Any:
         spans.append(kw["span"])
+        at_once.append(kw["steps"])
         ran_ahead.append(any(tokens is made for made in unread))
-        ids, cache = right(leaves, cache, tokens, *args, **kw)
-        unread.append(ids)
-        return ids, cache
+        (ids, last), cache = right(leaves, cache, tokens, *args, **kw)
+        unread.append(last)
+        return (ids, last), cache
 
     monkeypatch.setattr(fused, "greedy_step", watched)
     unread: list[jax.Array] = []
@@ -496,6 +502,7 @@ def test_running_ahead_changes_no_token(cut: dict[str, Any], monkeypatch: pytest
         llm = make_llm(small_model(), ctx=CTX, parallel=2, engine="fused", **cut)
         assert isinstance(llm.engine, FusedEngine)
         llm.engine.runs_ahead, llm.engine.spans = ahead, decode_spans(CTX) if ahead else ()
+        llm.engine.greedy_steps = steps if ahead else 1
         eog = frozenset(ends)
         requests = [
             Request(i, p, q, eog) for i, (p, q) in enumerate(zip(prompts, params, strict=True))
@@ -512,7 +519,8 @@ def test_running_ahead_changes_no_token(cut: dict[str, Any], monkeypatch: pytest
     ahead = True
     spans.clear()
     assert answers() == plain
-    assert sum(ran_ahead) > 20 and all(spans)
+    assert sum(ran_ahead) > 20 // steps and all(spans)
+    assert {*at_once} == {1, steps}
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from gguf import GGMLQuantizationType as T
 
 from jaxllm.gguf.blocks import BLOCK_TYPES, BlockType
-from jaxllm.models.chain_ptx import LINE
-from jaxllm.models.product_ptx import WARPS
 from jaxllm.models.products import Matrix, Products, one_product, rest_of_layer
+from jaxllm.models.ptx.chain import LINE
+from jaxllm.models.ptx.share import WARPS
 from jaxllm.models.quantised import Quantised, values
 
 KERNEL = {kind.name: replace(own, kernel=True) for kind, own in BLOCK_TYPES.items()}

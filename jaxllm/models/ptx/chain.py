@@ -1,4 +1,4 @@
-"""A kernel of several products one after the other, in PTX (`product_ptx.py` has one of them).
+"""A kernel of several products one after the other, in PTX (`product.py` has one of them).
 
 One group of threads runs on each multiprocessor and has its share of every product. Between two
 products all groups wait for each other; what is first needed of the next matrix is on its way then.
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxllm.models.product_ptx import LANES, ROWS, WARPS, Lanes, Product, Step
-from jaxllm.models.ptx import Writer
+from jaxllm.models.ptx.product import Product
+from jaxllm.models.ptx.share import LANES, ROWS, WARPS, Lanes, Step
+from jaxllm.models.ptx.writer import Writer
 
 LINE = 32  # words of device memory between two counters
 AHEAD = 2  # spans of a warp that are on their way, at most
