@@ -72,10 +72,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
             events.append(("chunk", used) if chunk else ("step", int((starts >= 0).sum())))
             return forward(tokens, row, starts, used, *more)
 
-        def steps(tokens: Any, starts: Any) -> Any:
+        def steps(tokens: Any, starts: Any, count: int) -> Any:
             if not isinstance(llm.engine, StagedEngine):  # whose greedy calls forward
                 events.append(("step", int((starts >= 0).sum())))
-            return greedy(tokens, starts)
+            return greedy(tokens, starts, count)
 
         monkeypatch.setattr(llm.engine, "forward", forwards)
         monkeypatch.setattr(llm.engine, "greedy", steps)
