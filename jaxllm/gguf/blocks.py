@@ -81,7 +81,7 @@ BLOCK_TYPES = {
     _Type.Q5_K: BlockType(32, 8, 256, minimum=True, nested="u1"),
     _Type.Q6_K: BlockType(16, 8, 256, signed=True, nested="i1"),
 }
-PLAIN = BlockType(16, 16, 16, kernel=True)  # bfloat16 as it is, for the kernel of products
+PLAIN = BlockType(16, 16, 16)  # bfloat16 as it is, for the kernel of products
 _D, _M = ("d", "<f2"), ("m", "<f2")
 STORED = {
     _Type.Q8_0: [_D, ("qs", "u1", 32)],

@@ -29,7 +29,6 @@ class Products:
     arrays: dict[str, jax.Array] = field(default_factory=dict)
     widths: dict[str, int] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    able: bool = True
 
     def step(
         self,
@@ -61,18 +60,21 @@ class Products:
                 gated=gated,
             )
         )
-        # One row pays for itself in bfloat16, too; more are for XLA there.
-        few = len(self.x) <= (1 if kind is PLAIN else MOST_ROWS)
-        self.able &= few and kind.kernel and (kind is not PLAIN or w.dtype == jnp.bfloat16)
 
     def are_a_kernel(self) -> bool:
-        """Whether there is a kernel for these: whole tiles and spans, and memory for x."""
+        """Whether there is a kernel for these: few rows, whole tiles and spans, memory for x."""
         return (
-            self.able
-            and self.x.dtype == jnp.bfloat16
-            and all(s.out and s.out % ROWS == 0 and s.size % s.columns == 0 for s in self.steps)
+            self.x.dtype == jnp.bfloat16
+            and all(map(self._has_kernel, self.steps))
             and self.chain(multiprocessors()).fits
         )
+
+    def _has_kernel(self, step: Step) -> bool:
+        whole = step.out > 0 and step.out % ROWS == 0 and step.size % step.columns == 0
+        if step.kind is not PLAIN:
+            return whole and step.kind.kernel and len(self.x) <= MOST_ROWS
+        # In bfloat16 one row pays for itself; more are for XLA.
+        return whole and self.arrays[step.parts[0]].dtype == jnp.bfloat16 and len(self.x) == 1
 
     def chain(self, groups: int) -> Chain:
         """The kernel for so many groups."""

@@ -183,13 +183,14 @@ class Matrix(Share):
         if not self.scales:
             return words
         moved = [each for word in words for each in (word, self.get("shr.u32", word, 8))]
-        if self.kind.bits == 8:
-            base = 0x64806480 if self.kind.signed else 0x64006400
-            return [self.bits(word, 0x00FF00FF, base) for word in moved]
-        low, high = (0x64086408, 0x64806480) if self.kind.signed else (0x64006400, 0x64006400)
-        first = [self.bits(word, 0x000F000F, low) for word in moved]
-        return first + [self.bits(word, 0x00F000F0, high) for word in moved]
+        masks = (0xFF,) if self.kind.bits == 8 else (0x0F, 0xF0)
+        return [
+            self.bits(word, mask, excess)
+            for mask, excess in zip(masks, self.excess, strict=False)
+            for word in moved
+        ]
 
-    def bits(self, word: str, mask: int, base: int) -> str:
-        """(word and mask) exclusive or base."""
-        return self.get("lop3.b32", word, mask, base, (0xF0 & 0xCC) ^ 0xAA)
+    def bits(self, word: str, mask: int, excess: int) -> str:
+        """(bits and mask) exclusive or what is in excess as float16, of both halves of a word."""
+        base = 0x6400 + excess - 1024  # whose low bits count by one from 1024 on
+        return self.get("lop3.b32", word, mask * 0x10001, base * 0x10001, (0xF0 & 0xCC) ^ 0xAA)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from jaxllm.models.ptx.share import BLOCKS, Share
 from jaxllm.models.ptx.writer import float_bits
 
+EVERY = (16, 8, 4, 2, 1)  # distances of lanes that make up a warp
+
 
 class Rows(Share):
     """A warp's part of x, of which a lane has eight values of each turn and row."""
@@ -92,9 +94,7 @@ class Rows(Share):
                 for value in eight if own == r else ():
                     size = self.get("abs.f32", value, kind="f32")
                     largest = self.get("max.f32", largest, size, kind="f32")
-            for distance in (16, 8, 4, 2, 1):
-                other = self.get("shfl.sync.bfly.b32", largest, distance, 31, -1, kind="f32")
-                largest = self.get("max.f32", largest, other, kind="f32")
+            largest = self.over_lanes(largest, EVERY, "max.f32")
             # The largest becomes 2^13 to 2^14, by the exponents of float32; zeros stay zeros.
             exponent = self.get("and.b32", self.get("mov.b32", largest), 0x7F800000)
             exponent = self.get("max.u32", exponent, 27 << 23)
@@ -130,13 +130,8 @@ class Rows(Share):
         first = self.get("and.pred", first, on, kind="pred")
         at = self.add(self.add(self.own_x, 1, 2 * self.columns + 2 * self.codes), block, 4)
         second = self._in_second_half()
-        # By halves of a block: what its codes have in excess (see `Matrix.pairs`), and what x was
-        # divided by.
-        larger, zero = 16 if self.kind.bits == 4 else 1, 1 << self.kind.bits - 1
-        excess = 1024, 1024
-        if self.kind.signed:
-            excess = 1024 + zero, 1024 + larger * zero
-        for i, (low, high) in enumerate([excess, (1, larger)][: 1 + self.kind.minimum]):
+        halves = [self.excess, (1, self.larger)][: 1 + self.kind.minimum]
+        for i, (low, high) in enumerate(halves):
             times = self.get("selp.f32", float_bits(high), float_bits(low), second, kind="f32")
             total = self.get("mul.f32", values[0], times, kind="f32")
             total = self.over_lanes(total, tuple(1 << i for i in range(lanes.bit_length() - 1)))
@@ -151,7 +146,7 @@ class Rows(Share):
         at = self.add(self.lanes.squares, self.lanes.warp, 4 * self.n)
         leads = self.get("setp.eq.u32", self.lanes.lane, 0, kind="pred")
         for r, own in enumerate(squares):
-            total = self.over_lanes(own, (16, 8, 4, 2, 1))
+            total = self.over_lanes(own, EVERY)
             self.do(f"@{leads} st.shared.f32 [{at}+{4 * r}], {total}")
         self.meet()
         at = self.add(self.lanes.squares, self.team_of, 4 * self.n * self.team)

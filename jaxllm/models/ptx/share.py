@@ -106,6 +106,11 @@ class Share(Writer):
             for name, operand in zip(kind.parts, step.parts, strict=True)
             if name != "words"
         ]
+        # How much larger codes of the second half of a block are, as they are multiplied, and what
+        # those of each half have in excess: see `Matrix.pairs`.
+        self.larger = 16 if kind.bits == 4 else 1
+        zero = 1 << kind.bits - 1 if kind.signed else 0
+        self.excess = 1024 + zero, 1024 + self.larger * zero
         # Bytes that a warp has of a span: codes and scales. And of x in all turns, with zeros and
         # the sums of blocks behind each row of a turn's part.
         self.buffer = ROWS * (self.bytes + sum(scale.copied for scale in self.scales))
@@ -135,9 +140,9 @@ class Share(Writer):
         number = self.add(self.team_of, 1)
         self.do(f"bar.sync {number}, {self.team * LANES}")
 
-    def over_lanes(self, value: str, distances: tuple[int, ...]) -> str:
-        """The sum of lanes at these distances."""
+    def over_lanes(self, value: str, distances: tuple[int, ...], how: str = "add.f32") -> str:
+        """The sum, or something else, of lanes at these distances."""
         for distance in distances:
             other = self.get("shfl.sync.bfly.b32", value, distance, 31, -1, kind="f32")
-            value = self.get("add.f32", value, other, kind="f32")
+            value = self.get(how, value, other, kind="f32")
         return value
