@@ -125,8 +125,8 @@ def heads_one_early(patch: Patch) -> None:
 def keys_one_row_early(patch: Patch) -> None:
     """Keys begin with the last row of the queries."""
 
-    def call(self: Any, x: Any) -> Any:
-        q, k, v = right(self, x)
+    def call(self: Any, *given: Any) -> Any:
+        q, k, v = right(self, *given)
         return q, jnp.concatenate([q[..., -1, -1:], k[..., :-1]], axis=-1), v
 
     right = QKV.__call__
