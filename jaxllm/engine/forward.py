@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 
 from jaxllm.cache.attention import Ring, attend_ring, attend_span, empty_ring
 from jaxllm.cache.flash import attend_flash, flashes_context
+from jaxllm.cache.token import attends_token, packed, token_rings
 from jaxllm.engine.local import (
     State,
     Step,
@@ -24,7 +25,7 @@ from jaxllm.engine.local import (
 )
 from jaxllm.engine.states import empty_state
 from jaxllm.errors import OptionError
-from jaxllm.models.block import BlockDef
+from jaxllm.models.block import Block, BlockDef
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array
 from jaxllm.models.parts import Follower
@@ -83,6 +84,53 @@ class Kind(NamedTuple):
     kernels: bool
 
 
+class Attended(NamedTuple):
+    """What attention gives [N, T, K, G, Hv] or, where a kernel has made it, the residual after the
+    whole layer; the layer's own ring and its choice."""
+
+    o: Array | None
+    x: Array | None
+    ring: Ring | None
+    chosen: Array | None
+
+
+def _attend(kind: Kind, block: Block, x: Array, held: Held, step: Step, here: bool) -> Attended:
+    """A layer up to the end of attention; or all of it, if it is `here` as a whole."""
+    cfg, ring = kind.cfg, held.ring
+    read_from = ring if held.other is None else held.other
+    assert read_from is not None
+    shape, positions = (x.shape[1], x.dtype, read_from.capacity), step.positions
+    rings = whole = None
+    if kind.kernels and attends_token(cfg, *shape):
+        rings = token_rings(cfg, read_from, step.row, positions)
+        whole = block.whole_layer(x, positions, rings) if here else None
+        if whole is not None:
+            return Attended(None, whole.x, Ring(whole.k, whole.v), None)
+    heads = block.project(x)
+    squares = block.head_squares(heads)
+    squares = None if squares is None else kind.total(squares)
+    if rings is not None:
+        qkv = packed(block.before_attention(heads, squares, positions))
+        whole = block.whole_layer(x, positions, rings, qkv) if here else None
+        if whole is not None:
+            return Attended(None, whole.x, Ring(whole.k, whole.v), None)
+        o, written = rings.attend(qkv)
+        return Attended(o[:, None], None, Ring(*written), None)
+    q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step, held.chosen)
+    read_from = ring if held.other is None else held.other
+    assert read_from is not None
+    at = step.seen_from(cfg)
+    if kind.kernels and flashes_context(cfg, *shape):
+        carry = attend_flash(cfg, carry, q, read_from, step.row, at)
+    elif kind.span is None:
+        carry = attend_ring(cfg, carry, q, read_from, step.row, at)
+    else:
+        carry = attend_span(cfg, carry, q, read_from, step.row, at, kind.span)
+    o = end_attention(cfg, carry, q, x.dtype)
+    after = block.rest_of_layer(o, x) if here else None
+    return Attended(o, after, ring, choice(cfg, carry))
+
+
 @partial(jax.jit, static_argnames=("kind",))
 def _layer(
     kind: Kind, values: tuple[Array, ...], x: Array, held: Held, step: Step
@@ -92,9 +140,9 @@ def _layer(
     A program of its own only for the trace's sake: layers that are alike are traced and lowered
     once, and XLA inlines them.
     """
-    definition, cfg, total, span, keep, kernels = kind
+    definition, cfg, total, _, keep, _ = kind
     block, parts = definition.bind(values), []
-    ring, other, state, chosen = held
+    ring, _, state, _ = held
     earlier = made = None
     if cfg.role == "memory":
         return x, held._replace(ring=remember(block, cfg, x, ring, step)), None
@@ -106,25 +154,12 @@ def _layer(
         mixed, state, earlier = run_recurrent(block, x, state, step, midway, keep)
         parts.append(mixed)
     if cfg.kv_heads:
-        heads = block.project(x)
-        squares = block.head_squares(heads)
-        squares = None if squares is None else total(squares)
-        q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step, chosen)
-        read_from = ring if other is None else other
-        assert read_from is not None
-        at = step.seen_from(cfg)
-        if kernels and flashes_context(cfg, x.shape[1], x.dtype, read_from.capacity):
-            carry = attend_flash(cfg, carry, q, read_from, step.row, at)
-        elif span is None:
-            carry = attend_ring(cfg, carry, q, read_from, step.row, at)
-        else:
-            carry = attend_span(cfg, carry, q, read_from, step.row, at, span)
-        made = choice(cfg, carry)
-        o = end_attention(cfg, carry, q, x.dtype)
-        whole = block.rest_of_layer(o, x) if total is alone and not parts else None
-        if whole is not None:
-            return whole, Held(ring, None, state, made), earlier
-        parts.append(block.after_attention(o, x))
+        found = _attend(kind, block, x, held, step, here=total is alone and not parts)
+        ring, made = found.ring, found.chosen
+        if found.x is not None:
+            return found.x, Held(ring, None, state, made), earlier
+        assert found.o is not None
+        parts.append(block.after_attention(found.o, x))
     if parts:
         x, read = block.join_attention(x, total(sum(parts[1:], parts[0])))
     else:

@@ -17,8 +17,8 @@ An engine calls, in this order, for every layer:
     total   = sum over devices of part, where there is one
     x       = block.join_mlp(x, sum over devices of block.end_mlp(begun, total))
 
-Where one device has all of a layer, `rest_of_layer(o, x)` may stand for all that follows on
-attention.
+Where one device has all of a layer, `rest_of_layer` may stand for all that follows on attention,
+and `whole_layer` for attention of one token too, or for all.
 
 `BlockDef` is a block without its values: hashable, one object a shape, so that layers and models
 of one shape share their compiled programs.
@@ -41,6 +41,7 @@ from jaxllm.models.inputs import LayerInputs
 from jaxllm.models.kept import KeptMix
 from jaxllm.models.layers import Array, Heads, Norm, linear, matrix, param
 from jaxllm.models.nextn import NextN
+from jaxllm.models.products import Rings
 from jaxllm.models.quantised import QuantisedParam, values
 from jaxllm.models.relative import RelativeBias
 from jaxllm.models.streams import Streams
@@ -52,6 +53,15 @@ class Midway(NamedTuple):
 
     held: tuple[Array, ...]
     total: Array
+
+
+class Whole(NamedTuple):
+    """What a kernel makes of a layer's token: the residual [B, 1, D] and the layer's ring of keys
+    and of values, which have the token's."""
+
+    x: Array
+    k: Array
+    v: Array
 
 
 class Block(nnx.Module):
@@ -87,6 +97,14 @@ class Block(nnx.Module):
     def rest_of_layer(self, o: Array, x: Array) -> Array | None:
         """o [B, T, K, G, Hv] and the residual x that attention read -> the residual after a layer
         that this device has all of, by one kernel; None where there is none."""
+        return None
+
+    def whole_layer(
+        self, x: Array, positions: Array, rings: Rings, qkv: Array | None = None
+    ) -> Whole | None:
+        """The same for all of a layer, of the residual x [B, 1, D] at positions [B, 1]; or for
+        attention and what follows, where each head's queries, key and value are there: qkv
+        [B, K, ...], turned to their positions."""
         return None
 
     def begin_recur(self, x: Array, state: tuple[Array, ...], counts: Array) -> Midway:

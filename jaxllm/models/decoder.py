@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models import parts
-from jaxllm.models.block import Block, Midway
+from jaxllm.models.block import Block, Midway, Whole
 from jaxllm.models.config import Columns, LayerConfig
 from jaxllm.models.cross import KeysValues
 from jaxllm.models.experts import feed_forward
@@ -30,7 +30,8 @@ from jaxllm.models.layers import (
     param,
 )
 from jaxllm.models.mixers import mixer
-from jaxllm.models.products import rest_of_layer
+from jaxllm.models.products import Products, Rings
+from jaxllm.models.ptx.share import Turned
 from jaxllm.models.relative import RelativeBias
 from jaxllm.models.rope import RopeTable
 from jaxllm.models.selective import SelectiveMixer
@@ -50,6 +51,14 @@ def _ends_plainly(cfg: LayerConfig) -> bool:
     after a norm, each added to the residual: all else is as it is by default."""
     others = (field for field in fields(cfg) if field.name not in _BEFORE)
     return bool(cfg.mlp) and all(getattr(cfg, field.name) == field.default for field in others)
+
+
+def _begins_plainly(cfg: LayerConfig) -> bool:
+    """Whether queries, keys and values are one product, of which rope turns all dims."""
+    others = cfg.qkv_bias, cfg.qk_norm, cfg.v_norm, cfg.v_from_k
+    plain = not any(others) and cfg.qkv_clamp is None and cfg.temperature is None
+    turned = None if cfg.rope is None else cfg.rope.dim
+    return plain and turned == cfg.k_dim == cfg.v_dim
 
 
 def attention(
@@ -170,19 +179,55 @@ class DecoderBlock(Block):
         return y if factor == 1.0 else y * jnp.asarray(factor, y.dtype)
 
     def rest_of_layer(self, o: Array, x: Array) -> Array | None:
-        cfg, norm = self.cfg, self.mlp_norm
-        weight = None if norm is None or not cfg.kernels else norm.only_weight()
-        if norm is None or weight is None or o.shape[1] != 1:
+        if not self._ends_as_a_kernel(x):
             return None
-        if type(self) is not DecoderBlock or not _ends_plainly(cfg):
+        given = {"x": x[:, 0], "heads": o.reshape(len(o), -1)}
+        products = Products(len(x), self.cfg.eps, given)
+        self._add_rest(products)
+        return products.made()["found"][:, None] if products.are_a_kernel() else None
+
+    def whole_layer(
+        self, x: Array, positions: Array, rings: Rings, qkv: Array | None = None
+    ) -> Whole | None:
+        cfg, rope, norm = self.cfg, self.rope.rope, self.attn_norm
+        if not self._ends_as_a_kernel(x):
             return None
+        products = Products(len(x), cfg.eps, {"x": x[:, 0]})
+        if qkv is not None:
+            products.arrays["qkv"] = qkv
+        else:
+            weight = None if norm is None else norm.only_weight()
+            if rope is None or weight is None or not _begins_plainly(cfg):
+                return None
+            assert isinstance(self.qkv, QKV)
+            cos, sin = self.rope.turns(rope, positions)
+            products.arrays |= {"cos": cos[:, 0], "sin": sin[:, 0]}
+            turned = Turned(cfg.q_per_kv, cfg.k_dim, rope.pairs == "halves", "cos", "sin")
+            w = self.qkv.weight[...]
+            products.step(w.reshape(-1, w.shape[-1]), "x", "qkv", weight, turned=turned)
+        products.attend(rings, "heads")
+        self._add_rest(products)
+        if not products.are_a_kernel():
+            return None
+        made = products.made()
+        return Whole(made["found"][:, None], made["k_ring"], made["v_ring"])
+
+    def _ends_as_a_kernel(self, x: Array) -> bool:
+        """Whether what follows on attention may be a kernel, of the residual x [B, T, D]."""
+        norm, plain = self.mlp_norm, type(self) is DecoderBlock and _ends_plainly(self.cfg)
+        weight = None if norm is None else norm.only_weight()
+        return self.cfg.kernels and x.shape[1] == 1 and plain and weight is not None
+
+    def _add_rest(self, products: Products) -> None:
+        """Add what follows on attention to a kernel's steps."""
         assert isinstance(self.out, HeadsOut)
         assert isinstance(self.ffn, DenseMLP)
+        assert self.mlp_norm is not None
         out, up, down = self.out.weight[...], self.ffn.up[...], self.ffn.down[...]
         out, up = out.reshape(out.shape[0], -1), up.reshape(-1, up.shape[-1])
-        heads, rows = o.reshape(len(o), -1), x.reshape(len(x), -1)
-        rest = rest_of_layer(heads, rows, out, weight, up, down, norm.eps)
-        return rest.made()["found"].reshape(x.shape) if rest.are_a_kernel() else None
+        weight = self.mlp_norm.only_weight()
+        assert weight is not None
+        products.rest("heads", out, weight, up, down)
 
     def begin_recur(self, x: Array, state: tuple[Array, ...], counts: Array) -> Midway:
         assert isinstance(self.recurrent, SelectiveMixer)

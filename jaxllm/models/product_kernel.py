@@ -17,20 +17,15 @@ from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from jaxllm.models.products import Products
-from jaxllm.models.ptx.chain import LINE
 from jaxllm.models.ptx.share import LANES, WARPS
 from jaxllm.runtime import multiprocessors
 
 
 def run(products: Products) -> dict[str, jax.Array]:
-    """What the steps write, bfloat16 [N, width] by name."""
-    steps, n = products.steps, len(products.x)
+    """What the steps make and what they have changed, by name."""
     groups = multiprocessors()
-    chain = products.chain(groups)
+    chain, new = products.chain(groups), products.written(groups)
     text = chain.text()
-    given = list(products.arrays.values())
-    if len(steps) > 1:
-        given.append(jnp.zeros(len(steps) * LINE, jnp.uint32))
 
     def body(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=[plgpu.RefType()] * len(refs))
@@ -41,10 +36,9 @@ def run(products: Products) -> dict[str, jax.Array]:
 
         _run(*refs)
 
-    widths = products.widths.values()
     kernel = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((n, width), jnp.bfloat16) for width in widths],
+        out_type=list(new.values()),
         scratch_types=[plgpu.SMEM((chain.memory,), jnp.int8)],
         grid=(groups,),
         grid_names=("group",),
@@ -52,9 +46,15 @@ def run(products: Products) -> dict[str, jax.Array]:
         thread_name="thread",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
+
+    def call(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        written: dict[str, Any] = {name: jax.new_ref(given[name]) for name in products.changed}
+        found = kernel(*(given | written).values())
+        changed = {name: ref[...] for name, ref in written.items()}
+        return changed | dict(zip(new, found, strict=True))
+
     # Mapped, it runs once for each: groups that wait for each other have to run at the same time.
-    found = sequential_vmap(lambda *arrays: kernel(*arrays))(*given)
-    return dict(zip(products.widths, found, strict=True))
+    return sequential_vmap(call)(products.arrays | products.counters())
 
 
 def _address(array: Any) -> Any:

@@ -30,9 +30,13 @@ class RopeTable(nnx.Module):
 
     def __call__(self, positions: Array, *xs: Array) -> tuple[Array, ...]:
         """Rotate each x [B, T, ..., H] at positions [B, T]; dims past `rope.dim` pass through."""
-        rope = self.rope
-        if rope is None:
+        if self.rope is None:
             return xs
+        cos, sin = self.turns(self.rope, positions)
+        return tuple(_rotate(self.rope, x, cos, sin) for x in xs)
+
+    def turns(self, rope: Rope, positions: Array) -> tuple[Array, Array]:
+        """Cosines and sines [B, T, dim / 2] of the angles at positions [B, T]."""
         freq = rope.theta ** (-jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim)
         if self.factors is not None:
             freq = freq / self.factors[...][: rope.dim // 2]
@@ -41,9 +45,8 @@ class RopeTable(nnx.Module):
             at = at / rope.scale
         else:
             freq = freq * yarn_scales(rope, rope.yarn)
-        angle = at[..., None] * freq  # [B, T, dim/2]
-        cos, sin = jnp.cos(angle) * rope.magnitude, jnp.sin(angle) * rope.magnitude
-        return tuple(_rotate(rope, x, cos, sin) for x in xs)
+        angle = at[..., None] * freq
+        return jnp.cos(angle) * rope.magnitude, jnp.sin(angle) * rope.magnitude
 
 
 def yarn_scales(rope: Rope, yarn: Yarn) -> np.ndarray:

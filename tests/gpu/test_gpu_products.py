@@ -16,7 +16,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.bench.shapes import model_config
 from jaxllm.gguf.blocks import BLOCK_TYPES, take_apart
 from jaxllm.gguf.random_blocks import random_blocks
-from jaxllm.models.products import Matrix, one_product, rest_of_layer
+from jaxllm.models.products import Matrix, Products, Rings, one_product
 from jaxllm.models.quantised import Quantised, values
 from jaxllm.runtime import has_kernels
 from support import compilations
@@ -80,8 +80,10 @@ def test_the_rest_of_a_layer(kind: T, embed: int, heads: int, columns: int):
     weight = 1 + _rows(1, embed, 2)[0].astype(jnp.float32) / 8
 
     @jax.jit
-    def made(*given: Any) -> dict[str, jax.Array]:
-        return rest_of_layer(*given, 1e-5).made()
+    def made(o: jax.Array, x: jax.Array, *given: Any) -> dict[str, jax.Array]:
+        products = Products(1, 1e-5, {"x": x, "heads": o})
+        products.rest("heads", *given)
+        return products.made()
 
     found = made(o, x, out, weight, up, down)
     for _ in range(20):  # groups that do not wait for each other would not always be found out
@@ -96,6 +98,53 @@ def test_the_rest_of_a_layer(kind: T, embed: int, heads: int, columns: int):
     assert np.square(error).sum() / np.square(gate / (1 + np.exp(-gate)) * linear).sum() < 1e-5
     exact = np.asarray(found["joined"], np.float64) + _times(found["hidden"], down)
     _assert_rounded(found["found"], exact)
+
+
+@pytest.mark.parametrize(
+    ("starts", "heads", "per_head", "dim", "capacity", "window"),
+    [
+        ([511], 8, 4, 128, 1024, None),
+        ([20000], 8, 4, 128, 20480, None),
+        ([100, -1, 4095, 0], 8, 4, 64, 4096, None),
+        ([9000, 300], 2, 8, 128, 1536, 1000),  # a window beyond the ring's end
+        ([700] * 40, 4, 1, 64, 1024, None),  # more heads than groups
+    ],
+)
+def test_attention_of_a_token(
+    starts: list[int], heads: int, per_head: int, dim: int, capacity: int, window: int | None
+):
+    n, width = len(starts), (per_head + 2) * dim
+    qkv = _rows(n * heads, width).reshape(n, heads, width)
+    k, v = (
+        _rows((n + 1) * heads * capacity, dim, i).reshape(n + 1, heads, -1, dim) for i in (1, 2)
+    )
+    given = k, v, jnp.asarray([*starts, 1], jnp.int32)
+
+    @jax.jit
+    def attend(given: Any, qkv: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return Rings(*given, per_head, dim**-0.5, window).attend(qkv)
+
+    found, written = attend(given, qkv)
+    for _ in range(20):
+        again, _ = attend(given, qkv)
+        assert (again == found).all()
+    q, *own = np.split(np.asarray(qkv), [per_head * dim, (per_head + 1) * dim], axis=-1)
+    after = [np.array(ring) for ring in (k, v)]
+    for i, start in enumerate(starts):
+        exact = np.zeros((heads, per_head, dim))
+        if start >= 0:
+            for ring, new in zip(after, own, strict=True):
+                ring[1 + i, :, start % capacity] = new[i]
+            slots = np.arange(0 if window is None else max(0, start - window + 1), start + 1)
+            keys, values = (ring[1 + i][:, slots % capacity].astype(np.float64) for ring in after)
+            queries = q[i].reshape(heads, per_head, dim).astype(np.float64)
+            scores = np.exp(np.einsum("kgh,kph->kgp", queries, keys) * dim**-0.5)
+            scores = scores / scores.sum(-1, keepdims=True)
+            exact = np.einsum("kgp,kph->kgh", scores, values)
+        error = np.abs(np.asarray(found[i], np.float64) - exact).max()
+        assert error <= 2**-7 * np.abs(exact).max()  # weights are bfloat16
+    for ring, right in zip(written, after, strict=True):
+        np.testing.assert_array_equal(np.asarray(ring), right)
 
 
 @pytest.mark.parametrize("engine", ["fused", "staged"])

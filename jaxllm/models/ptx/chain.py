@@ -1,7 +1,8 @@
-"""A kernel of several products one after the other, in PTX (`product.py` has one of them).
+"""A kernel of several steps one after the other, in PTX: products (`product.py`), and attention
+before them (`attention.py`).
 
-One group of threads runs on each multiprocessor and has its share of every product. Between two
-products all groups wait for each other; what is first needed of the next matrix is on its way then.
+One group of threads runs on each multiprocessor and has its share of every step. Between two steps
+all groups wait for each other; what is first needed of the next matrix is on its way then.
 So the memory's link rests neither there nor between kernels.
 """
 
@@ -9,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxllm.models.ptx.attention import Attend, Attention
 from jaxllm.models.ptx.product import Product
-from jaxllm.models.ptx.share import LANES, ROWS, WARPS, Lanes, Step
+from jaxllm.models.ptx.share import LANES, ROWS, WARPS, Lanes, Part, Step
 from jaxllm.models.ptx.writer import Writer
 
 LINE = 32  # words of device memory between two counters
-AHEAD = 2  # spans of a warp that are on their way, at most
 MEMORY = 224 << 10  # bytes of shared memory that a group has, at most
 
 
@@ -28,36 +29,46 @@ class Chain(Writer):
     """
 
     def __init__(
-        self, steps: Sequence[Step], n: int, groups: int, operands: Sequence[str], eps: float = 0.0
+        self,
+        steps: Sequence[Step | Attend],
+        n: int,
+        groups: int,
+        operands: Sequence[str],
+        eps: float = 0.0,
     ):
         super().__init__()
         self.groups = groups
         self.given = {name: f"${i}" for i, name in enumerate((*operands, "memory"))}
-        self.products = [Product(self, step, n, groups, self.given, eps) for step in steps]
-        x = max(product.x_bytes for product in self.products)
+        self.parts: list[Part] = [
+            Attention(self, step, n, groups, self.given)
+            if isinstance(step, Attend)
+            else Product(self, step, n, groups, self.given, eps)
+            for step in steps
+        ]
+        x = max(part.x_bytes for part in self.parts)
         sums, squares = 2 * WARPS * n * ROWS * 4, WARPS * n * 4
         room = (MEMORY - x - sums - squares) // WARPS
-        self.ahead = [min(AHEAD, room // product.buffer) for product in self.products]
-        self.own = max(a * p.buffer for a, p in zip(self.ahead, self.products, strict=True))
+        self.ahead = [min(part.most_ahead, room // part.buffer) for part in self.parts]
+        self.own = max(a * p.buffer for a, p in zip(self.ahead, self.parts, strict=True))
         parts = WARPS * self.own, x, sums, squares
         self.starts = [sum(parts[:i]) for i in range(len(parts))]
         self.memory = sum(parts)
-        reached = max(
-            step.out * product.row_bytes for step, product in zip(steps, self.products, strict=True)
-        )
-        self.fits = min(self.ahead) > 0 and reached < 1 << 31  # numbers of addresses have 32 bits
+        reached = max(part.reach for part in self.parts)
+        enough = all(a >= p.least_ahead for a, p in zip(self.ahead, self.parts, strict=True))
+        enough &= all(part.regular for part in self.parts)
+        self.fits = enough and reached < 1 << 31  # numbers of addresses have 32 bits
 
     def text(self) -> str:
         """The whole kernel."""
         lanes = self._lanes()
-        for i, product in enumerate(self.products):
+        for i, part in enumerate(self.parts):
             if i:
                 self._arrive(lanes, i)
-            product.begin(lanes, self.ahead[i], waits=i > 0)
+            part.begin(lanes, self.ahead[i], waits=i > 0)
             if i:
                 self._wait(lanes, i)
-            product.run()
-        if len(self.products) > 1:
+            part.run()
+        if len(self.parts) > 1:
             self._end(lanes)
         return self.block()
 
@@ -66,9 +77,10 @@ class Chain(Writer):
         warp, lane = self.get("shr.u32", thread, 5), self.get("and.b32", thread, LANES - 1)
         row, quarter = self.get("shr.u32", lane, 2), self.get("and.b32", lane, 3)
         memory = self.given["memory"]
-        copies, *others = (self.add(memory, 1, start) for start in self.starts)
-        copies = self.add(copies, warp, self.own)
-        return Lanes(group, thread, warp, lane, row, quarter, copies, *others)
+        copies, x, sums, squares = (self.add(memory, 1, start) for start in self.starts)
+        own = self.add(copies, warp, self.own)
+        places = own, x, sums, squares, copies, self.own
+        return Lanes(group, thread, warp, lane, row, quarter, *places)
 
     def _counter(self, i: int) -> str:
         return f"[{self.given['counters']}+{4 * LINE * i}]"
@@ -99,5 +111,5 @@ class Chain(Writer):
         self.do(f"@{first} atom.acq_rel.gpu.global.inc.u32 {done}, {count}")
         last = self.get("setp.eq.u32", done, self.groups - 1, kind="pred")
         last = self.get("and.pred", first, last, kind="pred")
-        for i in range(1, len(self.products)):
+        for i in range(1, len(self.parts)):
             self.do(f"@{last} st.global.b32 {self._counter(i)}, 0")

@@ -22,8 +22,6 @@ class Copy(NamedTuple):
 class Matrix(Share):
     """Codes and scales of a team's tiles of rows."""
 
-    ahead: int  # turns that copies are ahead of, at most
-
     def place_codes(self) -> None:
         """Where codes are copied and read, and where sums are written."""
         lanes = self.lanes
@@ -50,21 +48,17 @@ class Matrix(Share):
         self.words_at = [self.add(begin, odd, 64), self.add(begin, swapped, 64)]
 
     def row(self, row: int) -> int:
-        """The matrix's row that is this one of the first tile. Gated, the last eight of a tile are
-        what those before them gate."""
-        return row + (self.step.out // 2 - ROWS // 2 if self.step.gated and row >= ROWS // 2 else 0)
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows between two tiles."""
-        return ROWS // 2 if self.step.gated else ROWS
+        """How far a tile's row is below its first."""
+        return row + (self.apart - ROWS // 2 if row >= ROWS // 2 else 0)
 
     def _first(self, row: str) -> str:
-        """`row` in the team's first tile, of a register."""
-        if self.step.gated:
-            lower = self.get("setp.ge.u32", row, ROWS // 2, kind="pred")
-            row = self.add(row, self.get("selp.b32", self.row(ROWS) - ROWS, 0, lower))
-        return self.add(row, self.tile, self.tile_rows)
+        """The matrix's row that is `row` of the team's first tile, of a register."""
+        return self.get("add.u32", self.below(row), self.first_row())
+
+    def below(self, row: str) -> str:
+        """`row` of a register."""
+        lower = self.get("setp.ge.u32", row, ROWS // 2, kind="pred")
+        return self.add(row, self.get("selp.b32", self.row(ROWS) - ROWS, 0, lower))
 
     def place_scales(self) -> None:
         """Where scales are copied, two alike at a time by 16 lanes each, and where read."""
@@ -127,13 +121,7 @@ class Matrix(Share):
                 here = self.add(at, self.slot)
                 self.do(f"@{own} cp.async.ca.shared.global [{here}], {source}, {scale.copied}")
         self.do("cp.async.commit_group")
-        self._advance_slot()
-
-    def _advance_slot(self) -> None:
-        """Go on to the next of the places that copies take in turn."""
-        self.do(f"add.u32 {self.slot}, {self.slot}, {self.buffer}")
-        end = self.get("setp.eq.u32", self.slot, self.ahead * self.buffer, kind="pred")
-        self.do(f"selp.b32 {self.slot}, 0, {self.slot}, {end}")
+        self.advance_slot()
 
     def advance(self) -> None:
         """Go on to the team's next tile."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from jaxllm.models.ptx.matrix import Matrix
 from jaxllm.models.ptx.rows import Rows
-from jaxllm.models.ptx.share import BLOCKS, LANES, ROWS, Lanes
+from jaxllm.models.ptx.share import BLOCKS, LANES, ROWS, Lanes, Turned
 from jaxllm.models.ptx.writer import float_bits
 
 
@@ -80,6 +80,7 @@ class Product(Rows, Matrix):
         beyond = turn * self.x_turn
         excess = [self._of_blocks(beyond + r * self.x_row) for r in range(self.n)]
         sums = [self._begun(own) for own in excess]
+        kind = "f16" if self.scales else "bf16"
         for s in range(self.sets):
             offset = s // 2 * 128
             words = (self.load(at[s % 2], offset + i * 8 * self.bytes) for i in range(2))
@@ -89,7 +90,7 @@ class Product(Rows, Matrix):
                 for k in range(0, len(b), 2):
                     a = [upper[k], lower[k], upper[k + 1], lower[k + 1]]
                     chain = k // 2 % 2
-                    sums[r][chain] = self.multiply(sums[r][chain], a, b[k : k + 2])
+                    sums[r][chain] = self.multiply(sums[r][chain], a, b[k : k + 2], kind)
         scale = self.scale("d") if self.scales else None
         shift = self.scale("m") if self.kind.minimum else None
         for r, rows in enumerate(total):
@@ -113,15 +114,6 @@ class Product(Rows, Matrix):
         less = [self.get("neg.f32", value, kind="f32") for value in excess]
         return [less * 2 if less else [self.zero] * 4, [self.zero] * 4]
 
-    def multiply(self, sums: list[str], a: list[str], b: list[str]) -> list[str]:
-        """sums [16, 8] and what a [16, 16] times b [16, 8] adds, as lanes have them."""
-        found = [self.new("f32") for _ in range(4)]
-        operands = (f"{{{', '.join(each)}}}" for each in (found, a, b, sums))
-        kind = "f16" if self.scales else "bf16"
-        name = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-        self.do(f"{name} {', '.join(operands)}")
-        return found
-
     def write(self, total: list[list[str]]) -> None:
         """Add the lanes of a row, then the warps, and write a tile of the result."""
         lanes = self.lanes
@@ -139,13 +131,16 @@ class Product(Rows, Matrix):
         finishes = self.get("setp.lt.u32", thread, self.n * ROWS, kind="pred")
         r, row = self.get("shr.u32", thread, 4), self.get("and.b32", thread, ROWS - 1)
         width = self.step.out // 2 if self.step.gated else self.step.out
-        place = self.add(self.add(row, self.tile, self.tile_rows), r, width)
-        value = self.zero
+        at = self.get("add.u32", self.below(row), self.first_row())
+        place = self.add(at, r, width)
+        value, cos, sin = self.zero, "", ""
         if self.step.added:
             half = self.get("mov.b16", 0, kind="b16")
-            at = self.far(self.given[self.step.added], place, 2)
-            self.do(f"@{finishes} ld.global.cg.b16 {half}, [{at}]")
+            there = self.far(self.given[self.step.added], place, 2)
+            self.do(f"@{finishes} ld.global.cg.b16 {half}, [{there}]")
             value = self.get("cvt.f32.bf16", half, kind="f32")
+        if self.step.turned:
+            cos, sin = self.angle(self.step.turned, r, row, at, finishes)
         self.meet()
         others = self.get("setp.ge.u32", self.member, -(-self.n * ROWS // LANES), kind="pred")
         self.do(f"@{others} bra {self.label}written")
@@ -160,11 +155,36 @@ class Product(Rows, Matrix):
             value = self.get("mul.f32", self.silu(value), other, kind="f32")
             upper = self.get("setp.lt.u32", row, ROWS // 2, kind="pred")
             finishes = self.get("and.pred", finishes, upper, kind="pred")
+        if self.step.turned:
+            distance = ROWS // 2 if self.step.turned.halves else 1
+            other = self.get("shfl.sync.bfly.b32", value, distance, 31, -1, kind="f32")
+            value = self.get("mul.f32", value, cos, kind="f32")
+            value = self.get("fma.rn.f32", other, sin, value, kind="f32")
         half = self.get("cvt.rn.bf16.f32", value, kind="b16")
         to = self.far(self.given[self.step.found], place, 2)
         self.do(f"@{finishes} st.global.b16 [{to}], {half}")
         self.mark(f"{self.label}written")
         self.do(f"sub.u32 {self.sums_at}, {self.both_sums}, {self.sums_at}")
+
+    def angle(self, turned: Turned, r: str, row: str, place: str, on: str) -> tuple[str, str]:
+        """By what a value and the other of its pair are multiplied to turn it: one and zero for
+        others."""
+        at = self.get("rem.u32", place, turned.rows)
+        half = turned.rows // 2
+        pair = self.get("rem.u32", at, half) if turned.halves else self.get("div.u32", at, 2)
+        pair = self.add(pair, r, half)
+        head = self.get("div.u32", place, turned.rows)
+        part = self.get("rem.u32", head, turned.per_head + 2)
+        turns = self.get("setp.lt.u32", part, turned.per_head + 1, kind="pred")
+        turns = self.get("and.pred", turns, on, kind="pred")
+        cos = self.get("mov.f32", float_bits(1.0), kind="f32")
+        sin = self.get("mov.f32", self.zero, kind="f32")
+        for value, name in ((cos, turned.cos), (sin, turned.sin)):
+            self.do(f"@{turns} ld.global.f32 {value}, [{self.far(self.given[name], pair, 4)}]")
+        second = self.get("and.b32", row, ROWS // 2 if turned.halves else 1)
+        first = self.get("setp.eq.u32", second, 0, kind="pred")
+        less = self.get("neg.f32", sin, kind="f32")
+        return cos, self.get("selp.f32", less, sin, first, kind="f32")
 
     def silu(self, value: str) -> str:
         """value / (1 + exp(-value))."""

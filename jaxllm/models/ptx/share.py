@@ -11,6 +11,20 @@ from jaxllm.models.ptx.writer import Writer
 LANES = 32  # of a warp
 WARPS = 16  # of a group: all that a multiprocessor runs
 ROWS, BLOCKS = 16, 8  # of the matrix, and in a span
+AHEAD = 2  # spans of a warp that are on their way, at most
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Queries and keys of a product that are turned to their positions, each pair by an angle: for
+    every head `per_head` queries, a key and a value of so many rows, and the operands float32
+    [N, rows / 2] that have cosines and sines. Pairs are neighbours, or half the rows apart."""
+
+    per_head: int
+    rows: int
+    halves: bool
+    cos: str
+    sin: str
 
 
 @dataclass(frozen=True)
@@ -20,7 +34,7 @@ class Step:
 
     What it reads is normalised by a root mean square where there is a norm's weight. What it writes
     is the product, with something of its shape added, or, gated, silu of its first half times the
-    other.
+    other, or with heads turned.
     """
 
     kind: BlockType
@@ -32,6 +46,7 @@ class Step:
     norm: str = ""
     added: str = ""
     gated: bool = False
+    turned: Turned | None = None
 
     @property
     def columns(self) -> int:
@@ -42,14 +57,28 @@ class Step:
     def spans(self) -> int:
         return self.size // self.columns
 
+    @property
+    def tiles(self) -> int:
+        return self.out // ROWS
+
+    @property
+    def half(self) -> int:
+        """By how many rows two are apart that are turned together, if that is more than one."""
+        return self.turned.rows // 2 if self.turned and self.turned.halves else 0
+
     def warps(self, groups: int) -> int:
         """How many share a tile, so that so many groups are done soonest."""
-        tiles = self.out // ROWS
 
-        def turns(warps: int) -> int:
-            return -(-tiles // (groups * WARPS // warps)) * -(-self.spans // warps)
+        def turns(warps: int) -> tuple[bool, int]:
+            stride = groups * WARPS // warps
+            own = -(-self.tiles // stride) * -(-self.spans // warps)
+            return not self.regular(stride), own
 
         return min((4, 8, 16), key=turns)
+
+    def regular(self, stride: int) -> bool:
+        """Whether all tiles of a team, so many between two, are the same part of a head."""
+        return not self.half or self.tiles <= stride or stride * ROWS // 2 % self.half == 0
 
 
 class Scale(NamedTuple):
@@ -67,8 +96,9 @@ class Scale(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Which part of the work a thread has, in registers, and where shared memory begins: copies on
-    their way, x, sums of tiles and sums of squares."""
+    """Which part of the work a thread has, in registers, and where shared memory begins: copies of
+    its warp on their way, x, sums of tiles and sums of squares. And copies of the first warp, and
+    how many bytes each has."""
 
     group: str
     thread: str
@@ -80,9 +110,56 @@ class Lanes(NamedTuple):
     x: str
     sums: str
     squares: str
+    first: str
+    each: int
 
 
-class Share(Writer):
+class Part(Writer):
+    """What a chain's steps have in common: bytes of a warp's copy, how many are on their way at
+    least and at most, bytes of x, and how far apart addresses are."""
+
+    buffer: int
+    least_ahead: int = 1
+    most_ahead: int
+    x_bytes: int
+    reach: int
+    regular: bool = True  # whether a group's shares are all alike
+    ahead: int  # copies that are on their way
+    slot: str  # where in the ring of copies the next is
+
+    def begin(self, lanes: Lanes, ahead: int, waits: bool) -> None:
+        """What does not depend on the step before it, if that has to be waited for."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """All the rest."""
+        raise NotImplementedError
+
+    def advance_slot(self) -> None:
+        """Go on to the next of the places that copies take in turn."""
+        self.do(f"add.u32 {self.slot}, {self.slot}, {self.buffer}")
+        end = self.get("setp.eq.u32", self.slot, self.ahead * self.buffer, kind="pred")
+        self.do(f"selp.b32 {self.slot}, 0, {self.slot}, {end}")
+
+    def multiply(
+        self, sums: list[str], a: list[str], b: list[str], kind: str, found: list[str] | None = None
+    ) -> list[str]:
+        """sums [16, 8] and what a [16, 16] times b [16, 8] adds, as lanes have them."""
+        found = [self.new("f32") for _ in range(4)] if found is None else found
+        operands = (f"{{{', '.join(each)}}}" for each in (found, a, b, sums))
+        name = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        self.do(f"{name} {', '.join(operands)}")
+        return found
+
+    def over_lanes(self, value: str, distances: tuple[int, ...], how: str = "add.f32") -> str:
+        """The sum, or something else, of lanes at these distances."""
+        for distance in distances:
+            other = self.get("shfl.sync.bfly.b32", value, distance, 31, -1, kind="f32")
+            value = self.get(how, value, other, kind="f32")
+        return value
+
+
+class Share(Part):
     """The share of a thread in a step for n rows of x, of so many groups of threads."""
 
     def __init__(
@@ -99,8 +176,13 @@ class Share(Writer):
         self.team = step.warps(groups)
         self.turns = -(-step.spans // self.team)
         self.rest = step.spans % self.team  # warps that have a span in the last turn, 0 for all
-        self.tiles = step.out // ROWS
+        self.tiles = step.tiles
         self.stride = groups * WARPS // self.team  # tiles between two of a team
+        # What is multiplied or turned together is in one tile: how far its lower eight rows are
+        # below its upper eight, and tiles of a team that have as many rows between them.
+        self.apart = step.out // 2 if step.gated else step.half or ROWS // 2
+        self.tile_rows = ROWS // 2 if step.gated else ROWS
+        self.regular = step.regular(self.stride)
         self.scales = [
             self._scale(name, operand)
             for name, operand in zip(kind.parts, step.parts, strict=True)
@@ -117,6 +199,8 @@ class Share(Writer):
         self.x_row = 2 * self.columns + 2 * self.codes + 8 * BLOCKS
         self.x_turn = n * self.x_row
         self.x_bytes = self.team * self.turns * self.x_turn
+        self.most_ahead = AHEAD
+        self.reach = step.out * self.row_bytes
         self.label = f"{step.found}{len(self.lines)}"
 
     def _scale(self, name: str, operand: str) -> Scale:
@@ -135,14 +219,15 @@ class Share(Writer):
         if self.rest:
             self.has = self.get("setp.lt.u32", self.member, self.rest, kind="pred")
 
+    def first_row(self) -> str:
+        """The first row of the matrix in the team's tile."""
+        row = self.get("mul.lo.u32", self.tile, self.tile_rows)
+        if not self.step.half:
+            return row
+        turn = self.get("rem.u32", self.tile, 2 * self.step.half // ROWS)
+        return self.get("sub.u32", row, self.get("mul.lo.u32", turn, ROWS // 2))
+
     def meet(self) -> None:
         """Wait for the team."""
         number = self.add(self.team_of, 1)
         self.do(f"bar.sync {number}, {self.team * LANES}")
-
-    def over_lanes(self, value: str, distances: tuple[int, ...], how: str = "add.f32") -> str:
-        """The sum, or something else, of lanes at these distances."""
-        for distance in distances:
-            other = self.get("shfl.sync.bfly.b32", value, distance, 31, -1, kind="f32")
-            value = self.get(how, value, other, kind="f32")
-        return value

@@ -43,6 +43,8 @@ def _converted(to: str, source: str, given: Sequence[np.ndarray]) -> np.ndarray:
     match to, source:
         case "u32", _:
             return value & 0xFFFFFFFF
+        case "u64", _:
+            return value
         case "f32", "f16":
             return _float16(value).astype(np.float32)
         case "f32", "bf16":
@@ -82,6 +84,7 @@ SIMPLE: dict[str, Callable[..., np.ndarray]] = {
     "fma": lambda a, b, c: a * b + c,
     "mad": lambda a, b, c: a * b + c,
     "max": np.maximum,
+    "min": np.minimum,
     "mov": lambda a: a,
     "mul": lambda a, b: a * b,
     "neg": np.negative,
@@ -234,6 +237,11 @@ class _Warp:
                 self.store(name, args)
             case "red" | "atom":
                 self.count(name, args)
+            case "ldmatrix":
+                self.load_matrices(_names(args[0]), args[1])
+            case "movmatrix":
+                halves = self.values[args[1]][:, None] >> np.array([0, 16]) & 0xFFFF
+                self.put(args[0], _transposed(halves.reshape(8, 8)))
             case "mma":
                 self.multiply(name[-2] == "bf16", *map(_names, args))
             case _:
@@ -267,6 +275,14 @@ class _Warp:
         for i, register in enumerate(registers):
             one = np.ascontiguousarray(found[:, size * i : size * (i + 1)]).view(f"u{size}")[:, 0]
             self.put(register, one.view(np.float32) if kind == "f32" else one.astype(int))
+
+    def load_matrices(self, registers: list[str], place: str) -> None:
+        """Transposed ones [8, 8] of two bytes, of whose rows lanes have the addresses."""
+        at = self.place(place)
+        assert not (at % 16).any()
+        rows = np.ascontiguousarray(self.memory.read(False, at, 16)).view(np.uint16).astype(int)
+        for register, matrix in zip(registers, rows.reshape(-1, 8, 8), strict=True):
+            self.put(register, _transposed(matrix))
 
     def store(self, name: list[str], args: list[str]) -> None:
         size, places = int(name[-1][1:]) // 8, self.place(args[0])
@@ -312,8 +328,12 @@ class _Warp:
         if head == "selp":
             return np.where(given[2], given[0], given[1])
         if kind == "f32":
-            given = tuple(value.astype(np.float32) for value in given)
-        return SIMPLE[head](*given)
+            return SIMPLE[head](*(value.astype(np.float32) for value in given))
+        if kind == "s32":
+            given = tuple(((value & 0xFFFFFFFF) ^ 1 << 31) - (1 << 31) for value in given)
+        found = SIMPLE[head](*given)
+        narrow = kind in ("u32", "s32", "b32") and "wide" not in name and found.dtype.kind == "i"
+        return found & 0xFFFFFFFF if narrow else found
 
     def multiply(
         self, wide: bool, found: list[str], a: list[str], b: list[str], sums: list[str]
@@ -335,6 +355,12 @@ class _Warp:
         total = (total + left @ right).astype(np.float32)
         for i, register in enumerate(found):
             self.put(register, total[row + 8 * (i // 2), 2 * quarter + i % 2])
+
+
+def _transposed(matrix: np.ndarray) -> np.ndarray:
+    """What lanes have of a matrix [8, 8] the other way round, two numbers each."""
+    pairs = matrix.T.reshape(LANES, 2)
+    return pairs[:, 0] | pairs[:, 1] << 16
 
 
 def _names(arg: str) -> list[str]:

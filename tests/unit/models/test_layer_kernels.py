@@ -42,10 +42,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
                 y = jax.nn.silu(gate) * linear
             values[step.found] = y + values[step.added] if step.added else y
         seen.append([step.found for step in self.steps])
-        return {name: values[name] for name in self.widths}
+        return {name: values[name] for name in self.new}
 
     monkeypatch.setattr(Products, "made", by_jnp)
-    monkeypatch.setattr(Products, "are_a_kernel", lambda self: len(self.x) == 1)
+    monkeypatch.setattr(Products, "are_a_kernel", lambda self: self.n == 1)
     return seen
 
 

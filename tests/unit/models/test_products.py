@@ -11,9 +11,8 @@ import pytest
 from gguf import GGMLQuantizationType as T
 
 from jaxllm.gguf.blocks import BLOCK_TYPES, BlockType
-from jaxllm.models.products import Matrix, Products, one_product, rest_of_layer
-from jaxllm.models.ptx.chain import LINE
-from jaxllm.models.ptx.share import WARPS
+from jaxllm.models.products import Matrix, Products, Rings, one_product
+from jaxllm.models.ptx.share import WARPS, Turned
 from jaxllm.models.quantised import Quantised, values
 
 KERNEL = {kind.name: replace(own, kernel=True) for kind, own in BLOCK_TYPES.items()}
@@ -47,17 +46,16 @@ def matrix(kind: str, out: int, size: int) -> Matrix:
 
 def run(products: Products, groups: int, seed: int = 0) -> dict[str, np.ndarray]:
     """What the kernel writes, in float64."""
-    n = len(products.x)
-    given = {name: np.array(array) for name, array in products.arrays.items()}
-    if len(products.steps) > 1:
-        given["counters"] = np.zeros(len(products.steps) * LINE, np.uint32)
+    given = {name: np.array(a) for name, a in (products.arrays | products.counters()).items()}
     found = {
-        name: np.full((n, width), np.nan, jnp.bfloat16) for name, width in products.widths.items()
+        name: np.full(like.shape, np.nan, like.dtype)
+        for name, like in products.written(groups).items()
     }
     chain = products.chain(groups)
     assert chain.fits
     ptx.run(chain.text(), given | found, chain.memory, groups, WARPS, seed)
-    assert not given.get("counters", np.zeros(1)).any()
+    assert not any(given[name].any() for name in ("counters", "counts") if name in given)
+    found |= {name: given[name] for name in products.changed}
     return {name: array.astype(np.float64) for name, array in found.items()}
 
 
@@ -159,9 +157,120 @@ def test_the_rest_of_a_layer(kinds: tuple[str, str, str], n: int, groups: int, s
         )
     )
     weight = np.asarray(1 + rows(1, embed, 5)[0] / 8, np.float32)
-    made = run(rest_of_layer(o, x, out, jnp.asarray(weight), up, down, 1e-5), groups, seed)
+    products = Products(n, 1e-5, {"x": x, "heads": o})
+    products.rest("heads", out, jnp.asarray(weight), up, down)
+    made = run(products, groups, seed)
     assert_rounded(made["joined"], np.asarray(x, np.float64) + times(o, out))
     gate, linear = np.split(times(normalised(made["joined"], weight, 1e-5), up), 2, axis=-1)
+    assert_rounded(made["hidden"], gate / (1 + np.exp(-gate)) * linear)
+    assert_rounded(made["found"], made["joined"] + times(made["hidden"], down))
+
+
+def attended(heads: np.ndarray, rings: Rings) -> tuple[np.ndarray, list[np.ndarray]]:
+    """What attention gives [N, K, G, Hv] in float64, and the rings after it."""
+    after = [np.array(ring, np.float64) for ring in (rings.k, rings.v)]
+    (_, kv_heads, capacity, k_dim), v_dim = rings.k.shape, rings.v.shape[-1]
+    *starts, row = np.asarray(rings.places).tolist()
+    each = heads.reshape(len(starts), kv_heads, -1).astype(np.float64)
+    q, *own = np.split(each, [rings.per_head * k_dim, (rings.per_head + 1) * k_dim], axis=-1)
+    q = q.reshape(*q.shape[:2], rings.per_head, k_dim)
+    found = np.zeros((*q.shape[:3], v_dim))
+    for n, start in enumerate(starts):
+        if start < 0:
+            continue
+        for ring, new in zip(after, own, strict=True):
+            ring[row + n, :, start % capacity] = new[n]
+        first = 0 if rings.window is None else max(0, start - rings.window + 1)
+        slots = np.arange(first, start + 1) % capacity
+        keys, values = (ring[row + n][:, slots] for ring in after)
+        scores = np.exp(np.einsum("kgh,kph->kgp", q[n], keys) * rings.scale)
+        found[n] = np.einsum("kgp,kph->kgh", scores / scores.sum(-1, keepdims=True), values)
+    return found, after
+
+
+def rings(
+    starts: list[int],
+    heads: int,
+    per_head: int,
+    dims: tuple[int, int],
+    capacity: int,
+    window: int | None = None,
+) -> Rings:
+    """With random values, beyond the positions too."""
+    row, random = 1, np.random.default_rng(1)
+    k, v = (
+        jnp.asarray(random.standard_normal((row + len(starts), heads, capacity, d)), jnp.bfloat16)
+        for d in dims
+    )
+    return Rings(k, v, jnp.asarray([*starts, row], jnp.int32), per_head, dims[0] ** -0.5, window)
+
+
+@pytest.mark.parametrize(
+    ("starts", "heads", "per_head", "dims", "capacity", "window", "groups"),
+    [
+        ([300], 2, 4, (128, 128), 384, None, 4),
+        ([0], 1, 8, (64, 64), 128, None, 1),
+        ([15, 16, -1, 383], 2, 1, (64, 128), 384, None, 3),  # units in turn, one part each
+        ([1000, 20], 1, 3, (128, 64), 256, 200, 5),  # a window beyond the ring's end
+        ([4095], 1, 7, (64, 64), 4096, None, 7),
+    ],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_attention_of_a_token(
+    starts: list[int],
+    heads: int,
+    per_head: int,
+    dims: tuple[int, int],
+    capacity: int,
+    window: int | None,
+    groups: int,
+    seed: int,
+):
+    own = rings(starts, heads, per_head, dims, capacity, window)
+    qkv = rows(len(starts), heads * (per_head * dims[0] + sum(dims)), 3)
+    products = Products(len(starts), arrays={"qkv": qkv})
+    products.attend(own, "found")
+    made = run(products, groups, seed)
+    exact, (k_ring, v_ring) = attended(np.asarray(qkv), own)
+    np.testing.assert_array_equal(made["k_ring"], k_ring)
+    np.testing.assert_array_equal(made["v_ring"], v_ring)
+    found = made["found"].reshape(exact.shape)
+    assert np.abs(found - exact).max() <= 2**-7 * np.abs(exact).max()  # weights are bfloat16
+
+
+def turned(heads: np.ndarray, angles: np.ndarray, turns: Turned) -> np.ndarray:
+    """Queries and keys of heads [N, ...] in float64, each pair turned by angles [N, size / 2]."""
+    shape, axis = ((2, -1), -2) if turns.halves else ((-1, 2), -1)
+    each = heads.reshape(len(heads), -1, turns.per_head + 2, turns.rows)
+    pairs = each.reshape(*each.shape[:3], *shape)
+    pairs = pairs.take(0, axis) + 1j * pairs.take(1, axis)
+    pairs[:, :, :-1] *= np.exp(1j * angles)[:, None, None]
+    return np.stack([pairs.real, pairs.imag], axis).reshape(heads.shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "halves", "seed"), [("Q4_K", False, 0), ("BF16", False, 1), ("Q8_0", True, 2)]
+)
+def test_a_whole_layer(kind: str, halves: bool, seed: int):
+    n, heads, per_head, size, embed = (1 if kind == "BF16" else 2), 2, 4, 64, 512
+    own, x = rings([70, 20][:n], heads, per_head, (size, size), 128), rows(n, embed, 4)
+    shapes = (heads * (per_head + 2) * size, embed), (embed, embed), (1536, embed), (embed, 768)
+    qkv, out, up, down = (matrix(kind, *shape) for shape in shapes)
+    weights = [np.asarray(1 + rows(1, embed, i)[0] / 8, np.float32) for i in (5, 6)]
+    angles = np.random.default_rng(2).standard_normal((n, size // 2)).astype(np.float32)
+    products = Products(n, 1e-5, {"x": x, "cos": jnp.cos(angles), "sin": jnp.sin(angles)})
+    turns = Turned(per_head, size, halves, "cos", "sin")
+    products.step(qkv, "x", "qkv", jnp.asarray(weights[0]), turned=turns)
+    products.attend(own, "heads")
+    products.rest("heads", out, jnp.asarray(weights[1]), up, down)
+    made = run(products, 4, seed)
+    right = times(normalised(np.asarray(x), weights[0], 1e-5), qkv)
+    assert_rounded(made["qkv"], turned(right, angles, turns))
+    exact, (k_ring, _) = attended(made["qkv"], own)
+    np.testing.assert_array_equal(made["k_ring"], k_ring)
+    assert np.abs(made["heads"] - exact.reshape(n, -1)).max() <= 2**-7 * np.abs(exact).max()
+    assert_rounded(made["joined"], np.asarray(x, np.float64) + times(made["heads"], out))
+    gate, linear = np.split(times(normalised(made["joined"], weights[1], 1e-5), up), 2, axis=-1)
     assert_rounded(made["hidden"], gate / (1 + np.exp(-gate)) * linear)
     assert_rounded(made["found"], made["joined"] + times(made["hidden"], down))
 
