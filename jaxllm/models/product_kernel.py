@@ -47,14 +47,16 @@ def run(products: Products) -> dict[str, jax.Array]:
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
-    def call(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    arrays = products.arrays | products.counters()
+
+    def call(given: dict[str, jax.Array]) -> dict[str, jax.Array]:  # in an order of its own
         written: dict[str, Any] = {name: jax.new_ref(given[name]) for name in products.changed}
-        found = kernel(*(given | written).values())
+        found = kernel(*((given | written)[name] for name in arrays))
         changed = {name: ref[...] for name, ref in written.items()}
         return changed | dict(zip(new, found, strict=True))
 
     # Mapped, it runs once for each: groups that wait for each other have to run at the same time.
-    return sequential_vmap(call)(products.arrays | products.counters())
+    return sequential_vmap(call)(arrays)
 
 
 def _address(array: Any) -> Any:
