@@ -41,7 +41,7 @@ def model_config(name: str, kind: str | None = None) -> ModelConfig:
         k_dim=shape.head_dim,
         v_dim=shape.head_dim,
         mlp=shape.mlp,
-        rope=Rope(theta=500000.0, dim=shape.head_dim, pairs="halves"),
+        rope=Rope(theta=500000.0, dim=shape.head_dim, pairs="neighbours"),
         scale=shape.head_dim**-0.5,
         eps=1e-5,
     )

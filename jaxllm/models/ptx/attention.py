@@ -1,7 +1,8 @@
 """Attention of one token a row over rings of keys and values in PTX: a step of a kernel's chain.
 
-Groups that share a head, `parts` of them, cut its keys into tiles of 16, which all their warps take
-in turn; a warp copies a tile while it multiplies the one before. Tensor cores multiply keys by the
+Groups that share a head, `parts` of them at most, cut its keys into tiles of 16, which all their
+warps take in turn; as few groups as have a tile for each warp, since adding up groups takes time. A
+warp copies a tile while it multiplies the one before. Tensor cores multiply keys by the
 head's queries, of which there are eight or fewer, and values, transposed, by what softmax makes of
 it, as FlashAttention-2 does (Dao 2023). A group adds up its warps, and the last group of a head to
 come adds up the groups. The order of sums depends on the number of groups alone.
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import e, log2
 
+from jaxllm.models.ptx import rows
 from jaxllm.models.ptx.share import LANES, WARPS, Lanes, Part
 from jaxllm.models.ptx.writer import Writer, float_bits
 
@@ -95,9 +97,9 @@ class Attention(Part):
         self.part_bytes = 4 * (self.size + 2 * step.per_head)
         self.padded = step.v_dim + 4  # of a query in shared memory, for its banks
 
-    def begin(self, lanes: Lanes, ahead: int, waits: bool) -> None:
+    def begin(self, lanes: Lanes, ahead: int, waits: bool, idle: str) -> None:
         """Where the keys of a group's first head are, and begin to copy them."""
-        del waits  # nothing here does
+        del waits, idle  # nothing here does
         self.lanes, self.ahead = lanes, ahead
         self.zero = self.get("mov.f32", float_bits(0.0), kind="f32")
         self.slot = self.get("mov.b32", 0)
@@ -107,7 +109,7 @@ class Attention(Part):
         self.idle = self.get("setp.ge.u32", unit, at_a_time, kind="pred")
         self.unit = self.get("min.u32", unit, at_a_time - 1)
         self.start, self.end, self.oldest = (self.get("mov.b32", 0) for _ in range(3))
-        self.tile, self.tiles = (self.get("mov.b32", 0) for _ in range(2))
+        self.tile, self.tiles, self.stride, self.among = (self.get("mov.b32", 0) for _ in range(4))
         self.keys = self._side(self.step.k_dim, 4)
         self.values = self._side(self.step.v_dim, 1)
         self.place()
@@ -118,6 +120,7 @@ class Attention(Part):
         self.mark("attend")
         self.read_own()
         self.fold_tiles()
+        self.store_own()
         self.add_warps()
         if self.units > self.at_a_time:
             self.do(f"add.u32 {self.unit}, {self.unit}, {self.at_a_time}")
@@ -137,13 +140,20 @@ class Attention(Part):
         row = self.get("ld.global.b32", f"[{places}+{4 * self.n}]")
         self.do(f"max.s32 {self.end}, {self.start}, -1")
         self.do(f"add.u32 {self.end}, {self.end}, 1")
-        first = self.add(self.part, lanes.warp, self.parts)
+        last = self.get("div.u32", self.add(self.end, 1, KEYS - 1), KEYS)
         if step.window is not None:
             late = self.get("max.u32", self.end, step.window)
             self.do(f"sub.u32 {self.oldest}, {late}, {step.window}")
-            first = self.add(first, self.get("div.u32", self.oldest, KEYS))
-        self.do(f"mov.b32 {self.tile}, {first}")
-        last = self.get("div.u32", self.add(self.end, 1, KEYS - 1), KEYS)
+        first = self.get("div.u32", self.oldest, KEYS)
+        count = self.get("sub.u32", last, first)
+        wanted = self.get("div.u32", self.add(count, 1, WARPS - 1), WARPS)
+        wanted = self.get("max.u32", wanted, 1)
+        self.do(f"min.u32 {self.among}, {wanted}, {self.parts}")
+        self.do(f"mul.lo.u32 {self.stride}, {self.among}, {WARPS}")
+        first = self.get("add.u32", first, self.part)
+        self.do(f"mad.lo.u32 {self.tile}, {lanes.warp}, {self.among}, {first}")
+        out = self.get("setp.ge.u32", self.part, self.among, kind="pred")
+        self.do(f"or.pred {self.idle}, {self.idle}, {out}")
         self.do(f"selp.b32 {self.tiles}, 0, {last}, {self.idle}")
         row = self.add(self.unit, row, step.heads)
         for side, ring in ((self.keys, step.k_ring), (self.values, step.v_ring)):
@@ -172,7 +182,7 @@ class Attention(Part):
         """Begin to copy, of all that a warp folds from its tile on, number u: keys and values in
         turn."""
         turns, side = u // 2, (self.keys, self.values)[u % 2]
-        tile = self.add(self.tile, 1, turns * self.parts * WARPS)
+        tile = self.add(self.tile, self.stride, turns)
         on = self.get("setp.lt.u32", tile, self.tiles, kind="pred")
         place = self.get("rem.u32", tile, self.step.capacity // KEYS)
         row_bytes = 2 * side.dim
@@ -186,7 +196,7 @@ class Attention(Part):
 
     def read_own(self) -> None:
         """The head's queries as tensor cores take them, zeros for those that it has not, and the
-        token's own key and value. The first warp of a head writes these to the ring."""
+        token's own key and value."""
         step, lanes = self.step, self.lanes
         wide = (step.per_head + 1) * step.k_dim + step.v_dim
         own = self.far(self.given[step.qkv], self.unit, 2 * wide)
@@ -194,25 +204,30 @@ class Attention(Part):
         at = self.far(own, self.add(beyond, lanes.quarter, 16), 1)
         has = self.get("setp.lt.u32", lanes.row, step.per_head, kind="pred")
         self.queries = [self._four(has, f"{at}+{64 * s}") for s in range(step.k_dim // 32)]
-        first = self.get("add.u32", self.part, lanes.warp)
-        writes = self.get("setp.eq.u32", first, 0, kind="pred")
-        real = self.get("setp.ne.u32", self.end, 0, kind="pred")
-        writes = self.get("and.pred", writes, real, kind="pred")
-        slot = self.get("rem.u32", self.start, step.capacity)
         before = step.per_head * step.k_dim
         for side in (self.keys, self.values):
             top = self.get("setp.eq.u32", side.row, 0, kind="pred")
             at = self.get("add.u64", own, side.beyond, kind="b64")
             side.own[:] = self._four(top, f"{at}+{2 * before}")
+            before += side.dim
+
+    def store_own(self) -> None:
+        """Write the token's key and value to the ring, by the first warp of a head."""
+        first = self.get("add.u32", self.part, self.lanes.warp)
+        writes = self.get("setp.eq.u32", first, 0, kind="pred")
+        real = self.get("setp.ne.u32", self.end, 0, kind="pred")
+        writes = self.get("and.pred", writes, real, kind="pred")
+        slot = self.get("rem.u32", self.start, self.step.capacity)
+        for side in (self.keys, self.values):
+            top = self.get("setp.eq.u32", side.row, 0, kind="pred")
             top = self.get("and.pred", top, writes, kind="pred")
             to = self.far(side.ring, slot, 2 * side.dim)
             self.do(f"@{top} st.global.v4.b32 [{to}], {{{', '.join(side.own)}}}")
-            before += side.dim
 
     def _four(self, on: str, place: str) -> list[str]:
         """Four words of device memory that other groups may have written; zeros elsewhere."""
         four = [self.get("mov.b32", 0) for _ in range(4)]
-        self.do(f"@{on} ld.relaxed.gpu.global.v4.b32 {{{', '.join(four)}}}, [{place}]")
+        self.do(f"@{on} {rows.STRONG}.v4.b32 {{{', '.join(four)}}}, [{place}]")
         return four
 
     def put_own(self, side: _Side) -> None:
@@ -257,7 +272,7 @@ class Attention(Part):
         self._add_values(values_at, weights)
         self.do("bar.warp.sync -1")
         self.bring(self.ahead + 1)
-        self.do(f"add.u32 {self.tile}, {self.tile}, {self.parts * WARPS}")
+        self.do(f"add.u32 {self.tile}, {self.tile}, {self.stride}")
         more = self.get("setp.lt.u32", self.tile, self.tiles, kind="pred")
         self.do(f"@{more} bra fold")
         self.mark("folded")
@@ -348,10 +363,16 @@ class Attention(Part):
         up what groups have."""
         self._share()
         self.do("bar.sync 0")
-        self._each_number("warps", self._write_part if self.parts > 1 else self._write_alone)
         if self.parts == 1:
+            self._each_number("all", self._write_alone)
             return
-        lanes, last = self.lanes, self.parts - 1
+        many = self.get("setp.ne.u32", self.among, 1, kind="pred")
+        self.do(f"@{many} bra several")
+        self._each_number("all", self._write_alone)
+        self.do("bra joined")
+        self.mark("several")
+        self._each_number("warps", self._write_part)
+        lanes, last = self.lanes, self.get("sub.u32", self.among, 1)
         self.do("bar.sync 0")
         first = self.get("setp.eq.u32", lanes.thread, 0, kind="pred")
         done = self.get("mov.b32", 0)
@@ -433,11 +454,13 @@ class Attention(Part):
         loads = []
         for i in range(self.parts):
             beyond = self.part_bytes * i
-            pair = [self.new("f32") for _ in range(2)]
+            on = self.get("setp.ge.u32", self.among, i + 1, kind="pred")
+            most = self.get("mov.f32", LOWEST, kind="f32")
+            total, value = (self.get("mov.f32", self.zero, kind="f32") for _ in range(2))
             at = f"[{others}+{beyond + 4 * self.size}]"
-            self.do(f"ld.relaxed.gpu.global.v2.f32 {{{', '.join(pair)}}}, {at}")
-            at = f"[{values}+{beyond}]"
-            loads.append([*pair, self.get("ld.relaxed.gpu.global.f32", at, kind="f32")])
+            self.do(f"@{on} {rows.STRONG}.v2.f32 {{{most}, {total}}}, {at}")
+            self.do(f"@{on} {rows.STRONG}.f32 {value}, [{values}+{beyond}]")
+            loads.append([most, total, value])
         self._write(number, *self._joined(loads)[1:])
 
     def _write(self, number: str, total: str, value: str) -> None:

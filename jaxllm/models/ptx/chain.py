@@ -16,7 +16,7 @@ from jaxllm.models.ptx.share import LANES, ROWS, WARPS, Lanes, Part, Step
 from jaxllm.models.ptx.writer import Writer
 
 LINE = 32  # words of device memory between two counters
-MEMORY = 224 << 10  # bytes of shared memory that a group has, at most
+MEMORY = 226 << 10  # bytes of shared memory that a group has, at most
 
 
 class Chain(Writer):
@@ -64,7 +64,7 @@ class Chain(Writer):
         for i, part in enumerate(self.parts):
             if i:
                 self._arrive(lanes, i)
-            part.begin(lanes, self.ahead[i], waits=i > 0)
+            part.begin(lanes, self.ahead[i], i > 0, self.parts[i - 1].idle if i else "")
             if i:
                 self._wait(lanes, i)
             part.run()

@@ -11,7 +11,7 @@ from jaxllm.models.ptx.writer import Writer
 LANES = 32  # of a warp
 WARPS = 16  # of a group: all that a multiprocessor runs
 ROWS, BLOCKS = 16, 8  # of the matrix, and in a span
-AHEAD = 2  # spans of a warp that are on their way, at most
+AHEAD = 3  # spans of a warp that are on their way, at most
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,13 @@ class Part(Writer):
     x_bytes: int
     reach: int
     regular: bool = True  # whether a group's shares are all alike
+    idle: str = ""  # whether a group has no part of the step
     ahead: int  # copies that are on their way
     slot: str  # where in the ring of copies the next is
 
-    def begin(self, lanes: Lanes, ahead: int, waits: bool) -> None:
-        """What does not depend on the step before it, if that has to be waited for."""
+    def begin(self, lanes: Lanes, ahead: int, waits: bool, idle: str) -> None:
+        """What does not depend on the step before it, if that has to be waited for; `idle` says
+        which groups had no part of it, where there are such."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -196,7 +198,7 @@ class Share(Part):
         # Bytes that a warp has of a span: codes and scales. And of x in all turns, with zeros and
         # the sums of blocks behind each row of a turn's part.
         self.buffer = ROWS * (self.bytes + sum(scale.copied for scale in self.scales))
-        self.x_row = 2 * self.columns + 2 * self.codes + 8 * BLOCKS
+        self.x_row = 2 * self.columns + 2 * self.codes + (8 * BLOCKS if self.scales else 0)
         self.x_turn = n * self.x_row
         self.x_bytes = self.team * self.turns * self.x_turn
         self.most_ahead = AHEAD

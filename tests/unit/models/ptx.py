@@ -88,6 +88,7 @@ SIMPLE: dict[str, Callable[..., np.ndarray]] = {
     "mov": lambda a: a,
     "mul": lambda a, b: a * b,
     "neg": np.negative,
+    "or": lambda a, b: a | b,
     "rem": lambda a, b: a % b,
     "rsqrt": lambda a: 1 / np.sqrt(a),
     "shl": lambda a, b: a << b & 0xFFFFFFFF,
@@ -196,7 +197,9 @@ class _Warp:
         while at < len(self.program):
             guard, name, args = self.program[at]
             at += 1
-            self.on = self.values[guard] if guard else every
+            self.on = every
+            if guard:
+                self.on = ~self.values[guard[1:]] if guard[0] == "!" else self.values[guard]
             if name[0] == "bra":
                 assert self.on.all() or not self.on.any()
                 if self.on.all():
