@@ -103,8 +103,8 @@ class Attention(Part):
         self.lanes, self.ahead = lanes, ahead
         self.zero = self.get("mov.f32", float_bits(0.0), kind="f32")
         self.slot = self.get("mov.b32", 0)
-        self.part = self.get("rem.u32", lanes.group, self.parts)
-        unit = self.get("div.u32", lanes.group, self.parts)
+        self.part = self.remainder(lanes.group, self.parts)
+        unit = self.quotient(lanes.group, self.parts)
         at_a_time = min(self.units, self.at_a_time)
         self.idle = self.get("setp.ge.u32", unit, at_a_time, kind="pred")
         self.unit = self.get("min.u32", unit, at_a_time - 1)
@@ -135,18 +135,18 @@ class Attention(Part):
         """Which keys a head's row sees and where they are; begin to copy them."""
         step, lanes = self.step, self.lanes
         places = self.given[step.places]
-        n = self.get("div.u32", self.unit, step.heads)
+        n = self.quotient(self.unit, step.heads)
         self.do(f"ld.global.b32 {self.start}, [{self.far(places, n, 4)}]")
         row = self.get("ld.global.b32", f"[{places}+{4 * self.n}]")
         self.do(f"max.s32 {self.end}, {self.start}, -1")
         self.do(f"add.u32 {self.end}, {self.end}, 1")
-        last = self.get("div.u32", self.add(self.end, 1, KEYS - 1), KEYS)
+        last = self.quotient(self.add(self.end, 1, KEYS - 1), KEYS)
         if step.window is not None:
             late = self.get("max.u32", self.end, step.window)
             self.do(f"sub.u32 {self.oldest}, {late}, {step.window}")
-        first = self.get("div.u32", self.oldest, KEYS)
+        first = self.quotient(self.oldest, KEYS)
         count = self.get("sub.u32", last, first)
-        wanted = self.get("div.u32", self.add(count, 1, WARPS - 1), WARPS)
+        wanted = self.quotient(self.add(count, 1, WARPS - 1), WARPS)
         wanted = self.get("max.u32", wanted, 1)
         self.do(f"min.u32 {self.among}, {wanted}, {self.parts}")
         self.do(f"mul.lo.u32 {self.stride}, {self.among}, {WARPS}")
@@ -166,8 +166,8 @@ class Attention(Part):
         """Keys are read half a row of 64 bytes at a time, and those of odd rows change places by
         fours; values eight rows at a time, and each has an order of its own."""
         lanes, chunks = self.lanes, dim // 8
-        row = self.get("div.u32", lanes.lane, chunks)
-        chunk = self.get("rem.u32", lanes.lane, chunks)
+        row = self.quotient(lanes.lane, chunks)
+        chunk = self.remainder(lanes.lane, chunks)
         order = self.get("and.b32", row, 1) if swaps > 1 else row
         swapped = self.get("xor.b32", chunk, self.get("mul.lo.u32", order, swaps))
         to = []
@@ -184,7 +184,7 @@ class Attention(Part):
         turns, side = u // 2, (self.keys, self.values)[u % 2]
         tile = self.add(self.tile, self.stride, turns)
         on = self.get("setp.lt.u32", tile, self.tiles, kind="pred")
-        place = self.get("rem.u32", tile, self.step.capacity // KEYS)
+        place = self.remainder(tile, self.step.capacity // KEYS)
         row_bytes = 2 * side.dim
         begin = self.far(side.ring, self.add(side.row, place, KEYS), row_bytes)
         for i in range(0, KEYS, side.down):
@@ -217,7 +217,7 @@ class Attention(Part):
         writes = self.get("setp.eq.u32", first, 0, kind="pred")
         real = self.get("setp.ne.u32", self.end, 0, kind="pred")
         writes = self.get("and.pred", writes, real, kind="pred")
-        slot = self.get("rem.u32", self.start, self.step.capacity)
+        slot = self.remainder(self.start, self.step.capacity)
         for side in (self.keys, self.values):
             top = self.get("setp.eq.u32", side.row, 0, kind="pred")
             top = self.get("and.pred", top, writes, kind="pred")
@@ -409,8 +409,8 @@ class Attention(Part):
             if i + threads > self.size:
                 none = self.get("setp.ge.u32", number, self.size, kind="pred")
                 self.do(f"@{none} bra {label}{i}")
-            query = self.get("div.u32", number, self.step.v_dim)
-            what(number, query, self.get("rem.u32", number, self.step.v_dim))
+            query = self.quotient(number, self.step.v_dim)
+            what(number, query, self.remainder(number, self.step.v_dim))
             self.mark(f"{label}{i}")
 
     def _of_warps(self, query: str, place: str) -> tuple[str, str, str]:

@@ -34,8 +34,8 @@ class Matrix(Share):
         # change places by fours, so that eight lanes read from all banks.
         across = self.bytes // 16
         self.down = LANES // across  # rows that are copied at a time
-        row = self.get("div.u32", lanes.lane, across)
-        chunk = self.get("rem.u32", lanes.lane, across)
+        row = self.quotient(lanes.lane, across)
+        chunk = self.remainder(lanes.lane, across)
         begin = self.far(self.given[self.step.parts[0]], self._first(row), self.row_bytes)
         begin = self.far(begin, self.member, self.bytes)
         self.words = self.far(begin, chunk, 16)
@@ -81,7 +81,7 @@ class Matrix(Share):
                     low = self.get("cvt.u32.u64", self._begin(scale, lanes.row, False))
                     at = self.add(at, self.get("and.b32", low, 3))
                 pair = self.get("mul.lo.u32", lanes.quarter, 2 * self.kind.block)
-                element = self.get("div.u32", pair, scale.packs)
+                element = self.quotient(pair, scale.packs)
                 self.scales_at[scale.name] = self.add(at, element, scale.item), offset
                 offset += ROWS * count
 
@@ -96,7 +96,7 @@ class Matrix(Share):
         """Where a row's part begins that the warp has first."""
         begin = self.far(self.given[scale.operand], self._first(row), scale.row)
         column = self.get("mul.lo.u32", self.member, self.columns)
-        element = self.get("div.u32", column, scale.packs)
+        element = self.quotient(column, scale.packs)
         begin = self.far(begin, element, scale.item)
         return self.get("and.b64", begin, -4, kind="b64") if aligned else begin
 

@@ -154,7 +154,7 @@ class Product(Rows, Matrix):
                 if self.scales:
                     value = self.get("mul.f32", value, self.units[r], kind="f32")
                 self.do(f"@{leads} st.shared.f32 [{own}+{4 * (ROWS * r + 8 * i)}], {value}")
-        thread = self.get("rem.u32", lanes.thread, self.team * LANES)
+        thread = self.remainder(lanes.thread, self.team * LANES)
         finishes = self.get("setp.lt.u32", thread, self.n * ROWS, kind="pred")
         r, row = self.get("shr.u32", thread, 4), self.get("and.b32", thread, ROWS - 1)
         width = self.step.out // 2 if self.step.gated else self.step.out
@@ -196,12 +196,12 @@ class Product(Rows, Matrix):
     def angle(self, turned: Turned, r: str, row: str, place: str, on: str) -> tuple[str, str]:
         """By what a value and the other of its pair are multiplied to turn it: one and zero for
         others."""
-        at = self.get("rem.u32", place, turned.rows)
+        at = self.remainder(place, turned.rows)
         half = turned.rows // 2
-        pair = self.get("rem.u32", at, half) if turned.halves else self.get("div.u32", at, 2)
+        pair = self.remainder(at, half) if turned.halves else self.quotient(at, 2)
         pair = self.add(pair, r, half)
-        head = self.get("div.u32", place, turned.rows)
-        part = self.get("rem.u32", head, turned.per_head + 2)
+        head = self.quotient(place, turned.rows)
+        part = self.remainder(head, turned.per_head + 2)
         turns = self.get("setp.lt.u32", part, turned.per_head + 1, kind="pred")
         turns = self.get("and.pred", turns, on, kind="pred")
         cos = self.get("mov.f32", float_bits(1.0), kind="f32")

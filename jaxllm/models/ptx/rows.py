@@ -45,7 +45,7 @@ class Rows(Share):
         self.vectors = []
         for s in range(self.sets):
             first = self.get("mul.lo.u32", self.add(lanes.quarter, 1, 4 * s), self.codes)
-            column = self.get("div.u32", first, self.kind.block)
+            column = self.quotient(first, self.kind.block)
             meets = self.get("setp.eq.u32", column, lanes.row, kind="pred")
             self.vectors.append(self.get("selp.b32", self.add(self.own_x, first, 2), zeros, meets))
         self.sums_x = self.add(self.add(zeros, 1, 2 * self.codes), lanes.quarter, 8)
@@ -67,23 +67,28 @@ class Rows(Share):
 
     def put_x(self) -> None:
         """Write x to shared memory, normalised if there is a norm, as it is multiplied."""
-        places, values = self.places, self.values
-        wide = [[self.wide_of(word, odd) for word in four for odd in (0, 1)] for four, _ in values]
-        if self.step.norm:
-            wide = self.normalised(places, wide)
-        if self.scales:
-            wide = self.scaled(places, wide)
+        words = [four for four, _ in self.values]
+        if self.step.norm or self.scales:
+            words = self._converted(words)
         to = self.add(self.own_x, self.lanes.lane, 16)
-        narrow = "cvt.rn.f16x2.f32" if self.scales else "cvt.rn.bf16x2.f32"
-        order = (0, 2, 1, 3, 4, 6, 5, 7) if self.scales else range(8)  # of codes: `Matrix.pairs`
-        for (turn, r), eight, (_, on) in zip(places, wide, values, strict=True):
+        for (turn, r), four, (_, on) in zip(self.places, words, self.values, strict=True):
             beyond = turn * self.x_turn + r * self.x_row
-            if self.scales:
-                self.write_sums(eight, beyond, on)
-            ordered = [eight[i] for i in order]
-            four = [self.get(narrow, ordered[i + 1], ordered[i]) for i in range(0, 8, 2)]
             self.do(f"@{on} st.shared.v4.b32 [{to}+{beyond}], {{{', '.join(four)}}}")
         self.do("bar.warp.sync -1")
+
+    def _converted(self, words: list[list[str]]) -> list[list[str]]:
+        """The same normalised, and as float16 where codes are."""
+        wide = [[self.wide_of(word, odd) for word in four for odd in (0, 1)] for four in words]
+        if self.step.norm:
+            wide = self.normalised(self.places, wide)
+        if self.scales:
+            wide = self.scaled(self.places, wide)
+            for (turn, r), eight, (_, on) in zip(self.places, wide, self.values, strict=True):
+                self.write_sums(eight, turn * self.x_turn + r * self.x_row, on)
+        narrow = "cvt.rn.f16x2.f32" if self.scales else "cvt.rn.bf16x2.f32"
+        order = (0, 2, 1, 3, 4, 6, 5, 7) if self.scales else range(8)  # of codes: `Matrix.pairs`
+        ordered = ([eight[i] for i in order] for eight in wide)
+        return [[self.get(narrow, e[i + 1], e[i]) for i in range(0, 8, 2)] for e in ordered]
 
     def scaled(self, places: list[tuple[int, int]], wide: list[list[str]]) -> list[list[str]]:
         """The same times a power of two for each row, so that float16 has room for what is much
@@ -117,7 +122,7 @@ class Rows(Share):
     def _in_second_half(self) -> str:
         """Whether what a lane has of x meets the second half of a block."""
         lanes = self.kind.block // 8  # that share a block
-        place = self.get("rem.u32", self.lanes.lane, lanes)
+        place = self.remainder(self.lanes.lane, lanes)
         return self.get("setp.ge.u32", place, lanes // 2, kind="pred")
 
     def write_sums(self, eight: list[str], beyond: int, on: str) -> None:
@@ -128,8 +133,8 @@ class Rows(Share):
             pairs = zip(values[::2], values[1::2], strict=True)
             values = [self.get("add.f32", *pair, kind="f32") for pair in pairs]
         lanes = self.kind.block // 8  # that share a block
-        block = self.get("div.u32", self.lanes.lane, lanes)
-        first = self.get("setp.eq.u32", self.get("rem.u32", self.lanes.lane, lanes), 0, kind="pred")
+        block = self.quotient(self.lanes.lane, lanes)
+        first = self.get("setp.eq.u32", self.remainder(self.lanes.lane, lanes), 0, kind="pred")
         first = self.get("and.pred", first, on, kind="pred")
         at = self.add(self.add(self.own_x, 1, 2 * self.columns + 2 * self.codes), block, 4)
         second = self._in_second_half()

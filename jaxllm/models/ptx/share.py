@@ -67,14 +67,10 @@ class Step:
         return self.turned.rows // 2 if self.turned and self.turned.halves else 0
 
     def warps(self, groups: int) -> int:
-        """How many share a tile, so that so many groups are done soonest."""
-
-        def turns(warps: int) -> tuple[bool, int]:
-            stride = groups * WARPS // warps
-            own = -(-self.tiles // stride) * -(-self.spans // warps)
-            return not self.regular(stride), own
-
-        return min((4, 8, 16), key=turns)
+        """How many share a tile. Two teams multiply while one adds up; but a row of many spans is
+        read in longer pieces by more, which have less to do before they begin."""
+        wanted = 4 if self.spans <= 4 else 8 if self.spans <= 32 else 16
+        return wanted if self.regular(groups * WARPS // wanted) else 8
 
     def regular(self, stride: int) -> bool:
         """Whether all tiles of a team, so many between two, are the same part of a head."""
@@ -215,8 +211,8 @@ class Share(Part):
         """Which tiles and spans a warp has."""
         self.lanes = lanes
         self.zero = self.get("mov.f32", "0f00000000", kind="f32")
-        self.team_of = self.get("div.u32", lanes.warp, self.team)
-        self.member = self.get("rem.u32", lanes.warp, self.team)
+        self.team_of = self.quotient(lanes.warp, self.team)
+        self.member = self.remainder(lanes.warp, self.team)
         self.tile = self.add(lanes.group, self.team_of, self.stride * self.team // WARPS)
         if self.rest:
             self.has = self.get("setp.lt.u32", self.member, self.rest, kind="pred")
@@ -226,7 +222,7 @@ class Share(Part):
         row = self.get("mul.lo.u32", self.tile, self.tile_rows)
         if not self.step.half:
             return row
-        turn = self.get("rem.u32", self.tile, 2 * self.step.half // ROWS)
+        turn = self.remainder(self.tile, 2 * self.step.half // ROWS)
         return self.get("sub.u32", row, self.get("mul.lo.u32", turn, ROWS // 2))
 
     def meet(self) -> None:

@@ -54,6 +54,15 @@ class Writer:
         """a and so many times b."""
         return self.get("mad.lo.u32", b, times, a)
 
+    def quotient(self, a: str, n: int) -> str:
+        """a divided by n. A division takes some twenty instructions, of powers of two as well."""
+        shift = n.bit_length() - 1
+        return self.get("shr.u32", a, shift) if n == 1 << shift else self.get("div.u32", a, n)
+
+    def remainder(self, a: str, n: int) -> str:
+        """a modulo n."""
+        return self.get("and.b32", a, n - 1) if not n & n - 1 else self.get("rem.u32", a, n)
+
     def far(self, a: str, b: str, times: int) -> str:
         """An address in device memory so many times b beyond a."""
         return self.get("mad.wide.u32", b, times, a, kind="b64")
