@@ -2,10 +2,10 @@
 
 Groups that share a head, `parts` of them at most, cut its keys into tiles of 16, which all their
 warps take in turn; as few groups as have a tile for each warp, since adding up groups takes time. A
-warp copies a tile while it multiplies the one before. Tensor cores multiply keys by the
-head's queries, of which there are eight or fewer, and values, transposed, by what softmax makes of
-it, as FlashAttention-2 does (Dao 2023). A group adds up its warps, and the last group of a head to
-come adds up the groups. The order of sums depends on the number of groups alone.
+warp copies a tile while it multiplies the one before. Tensor cores multiply keys by the head's
+queries, of which there are eight or fewer, and values, transposed, by what softmax makes of it, as
+FlashAttention-2 does (Dao 2023). A group adds up its warps, and the last group of a head to come
+adds up the groups. The order of sums depends on positions and the number of groups alone.
 
 The token's own key and value may come from the step before. So they are read when that is done, and
 take their place in a tile that was copied without them; one group writes them to the ring.
@@ -17,11 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import e, log2
 
-from jaxllm.models.ptx import rows
+from jaxllm.models.ptx.rows import LOAD
 from jaxllm.models.ptx.share import LANES, WARPS, Lanes, Part
 from jaxllm.models.ptx.writer import Writer, float_bits
 
 KEYS = 16  # of a tile
+TOGETHER = 8  # groups that are added up at a time
 QUERIES = 8  # of a head, at most
 LOWEST = float_bits(-1e30)  # finite, so that a maximum less itself is zero
 NOTHING = float_bits(float("-inf"))  # the score of a key that is not seen
@@ -227,7 +228,7 @@ class Attention(Part):
     def _four(self, on: str, place: str) -> list[str]:
         """Four words of device memory that other groups may have written; zeros elsewhere."""
         four = [self.get("mov.b32", 0) for _ in range(4)]
-        self.do(f"@{on} {rows.STRONG}.v4.b32 {{{', '.join(four)}}}, [{place}]")
+        self.do(f"@{on} {LOAD}.v4.b32 {{{', '.join(four)}}}, [{place}]")
         return four
 
     def put_own(self, side: _Side) -> None:
@@ -451,17 +452,30 @@ class Attention(Part):
     def _write_joined(self, number: str, query: str, place: str) -> None:
         del place
         values, others = self.far(self.first_part, number, 4), self.far(self.first_part, query, 8)
-        loads = []
-        for i in range(self.parts):
+        sums = [self.get("mov.f32", value, kind="f32") for value in (LOWEST, self.zero, self.zero)]
+        left = self.get("mov.b32", self.among)
+        label = f"groups{len(self.lines)}"
+        self.mark(label)
+        loads = [sums]
+        for i in range(min(self.parts, TOGETHER)):
             beyond = self.part_bytes * i
-            on = self.get("setp.ge.u32", self.among, i + 1, kind="pred")
+            on = self.get("setp.ge.u32", left, i + 1, kind="pred")
             most = self.get("mov.f32", LOWEST, kind="f32")
             total, value = (self.get("mov.f32", self.zero, kind="f32") for _ in range(2))
             at = f"[{others}+{beyond + 4 * self.size}]"
-            self.do(f"@{on} {rows.STRONG}.v2.f32 {{{most}, {total}}}, {at}")
-            self.do(f"@{on} {rows.STRONG}.f32 {value}, [{values}+{beyond}]")
+            self.do(f"@{on} {LOAD}.v2.f32 {{{most}, {total}}}, {at}")
+            self.do(f"@{on} {LOAD}.f32 {value}, [{values}+{beyond}]")
             loads.append([most, total, value])
-        self._write(number, *self._joined(loads)[1:])
+        for own, joined in zip(sums, self._joined(loads), strict=True):
+            self.do(f"mov.f32 {own}, {joined}")
+        if self.parts > TOGETHER:
+            for at in (values, others):
+                self.do(f"add.u64 {at}, {at}, {TOGETHER * self.part_bytes}")
+            self.do(f"max.u32 {left}, {left}, {TOGETHER}")
+            self.do(f"sub.u32 {left}, {left}, {TOGETHER}")
+            more = self.get("setp.ne.u32", left, 0, kind="pred")
+            self.do(f"@{more} bra {label}")
+        self._write(number, *sums[1:])
 
     def _write(self, number: str, total: str, value: str) -> None:
         """The result, zero where a row sees nothing."""

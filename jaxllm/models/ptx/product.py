@@ -19,51 +19,44 @@ from __future__ import annotations
 
 from jaxllm.models.ptx.matrix import Matrix
 from jaxllm.models.ptx.rows import Rows
-from jaxllm.models.ptx.share import BLOCKS, LANES, ROWS, WARPS, Lanes, Turned
+from jaxllm.models.ptx.share import BLOCKS, LANES, ROWS, Lanes, Turned
 from jaxllm.models.ptx.writer import float_bits
-
-BUSY = 64 << 10  # bytes on their way to a group that keep memory busy
-BEFORE = True
-PACED = True
 
 
 class Product(Rows, Matrix):
     """A step of a chain for n rows of x, which so many groups of threads share."""
 
     def begin(self, lanes: Lanes, ahead: int, waits: bool, idle: str) -> None:
-        """What does not depend on x. Where x has to be waited for, begin to copy the matrix, so
-        much that memory is kept busy, and no more at a time: what a group asks for comes in turn.
-        Groups that have long to wait copy all that there is room for."""
-        self.ahead = ahead
+        """What does not depend on x. Where x has to be waited for, begin to copy the matrix: one
+        turn, which keeps memory busy, as what a group asks for comes in turn. Groups that have long
+        to wait bring others when those before have come."""
+        self.ahead, self.waits, self.long = ahead, waits, idle
         self.place(lanes)
         self.read_norm()
         self.place_codes()
         self.place_scales()
-        self.early = min(ahead, max(1, BUSY // (WARPS * self.buffer)))
-        self.waits, self.long = waits, idle
         if waits:
-            for turn in range(self.early):
+            self.bring(0)
+        if waits and idle:
+            self.do(f"@!{idle} bra {self.label}begun")
+            for turn in range(1, ahead):
+                self.do("cp.async.wait_group 0")
                 self.bring(turn)
-            if PACED and idle and self.early < ahead:
-                self.do(f"@!{idle} bra {self.label}begun")
-                for turn in range(self.early, ahead):
-                    self.do(f"cp.async.wait_group {self.early - 1}")
-                    self.bring(turn)
-                self.mark(f"{self.label}begun")
+            self.mark(f"{self.label}begun")
 
     def run(self) -> None:
         """Read x and do all tiles of a team."""
         self.read_x()
         self.do("bar.warp.sync -1")  # or else copies are moved before what is read
         if not self.waits:
-            for turn in range(self.early):
-                self.bring(turn)
+            self.bring(0)
         self.place_x()
-        if BEFORE:
-            self.bring_rest()
+        if self.long:
+            self.do(f"@{self.long} bra {self.label}brought")
+        for turn in range(1, self.ahead):
+            self.bring(turn)
+        self.mark(f"{self.label}brought")
         self.put_x()
-        if not BEFORE:
-            self.bring_rest()
         none = self.get("setp.ge.u32", self.tile, self.tiles, kind="pred")
         self.do(f"@{none} bra {self.label}done")
         self.mark(f"{self.label}tile")
@@ -89,16 +82,6 @@ class Product(Rows, Matrix):
         more = self.get("setp.lt.u32", self.tile, self.tiles, kind="pred")
         self.do(f"@{more} bra {self.label}tile")
         self.mark(f"{self.label}done")
-
-    def bring_rest(self) -> None:
-        """Copies up to all that there is room for."""
-        if self.early == self.ahead:
-            return
-        if PACED and self.long:
-            self.do(f"@{self.long} bra {self.label}rest")
-        for turn in range(self.early, self.ahead):
-            self.bring(turn)
-        self.mark(f"{self.label}rest")
 
     def fold(self, turn: int, total: list[list[str]]) -> None:
         """For each row of x, add a turn's sums to those of a lane's two rows of the matrix: each

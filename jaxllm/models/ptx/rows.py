@@ -5,9 +5,7 @@ from __future__ import annotations
 from jaxllm.models.ptx.share import BLOCKS, Share
 from jaxllm.models.ptx.writer import float_bits
 
-# Loads that are not moved: what is asked for before copies is there before they are.
-STRONG = "ld.global"
-GAINS = "ld.global"
+LOAD = "ld.relaxed.gpu.global"  # of what other groups may have written
 EVERY = (16, 8, 4, 2, 1)  # distances of lanes that make up a warp
 
 
@@ -24,7 +22,7 @@ class Rows(Share):
         at, on = self._own(self.given[self.step.norm], turn, 32)
         for i in (0, 4):
             four = ", ".join(found[i : i + 4])
-            self.do(f"@{on} {GAINS}.v4.f32 {{{four}}}, [{at}+{4 * i}]")
+            self.do(f"@{on} ld.global.v4.f32 {{{four}}}, [{at}+{4 * i}]")
         return found
 
     def _own(self, array: str, turn: int, each: int) -> tuple[str, str]:
@@ -62,7 +60,7 @@ class Rows(Share):
             at, on = self._own(self.given[self.step.x], turn, 16)
             four = [self.get("mov.b32", 0) for _ in range(4)]
             place = f"[{at}+{2 * self.step.size * r}]"
-            self.do(f"@{on} {STRONG}.v4.b32 {{{', '.join(four)}}}, {place}")
+            self.do(f"@{on} {LOAD}.v4.b32 {{{', '.join(four)}}}, {place}")
             self.values.append((four, on))
 
     def put_x(self) -> None:

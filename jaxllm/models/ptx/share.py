@@ -11,7 +11,6 @@ from jaxllm.models.ptx.writer import Writer
 LANES = 32  # of a warp
 WARPS = 16  # of a group: all that a multiprocessor runs
 ROWS, BLOCKS = 16, 8  # of the matrix, and in a span
-AHEAD = 3  # spans of a warp that are on their way, at most
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class Share(Part):
         self.x_row = 2 * self.columns + 2 * self.codes + (8 * BLOCKS if self.scales else 0)
         self.x_turn = n * self.x_row
         self.x_bytes = self.team * self.turns * self.x_turn
-        self.most_ahead = AHEAD
+        self.most_ahead = 2 if self.scales else 3  # more of codes take longer, by measurement
         self.reach = step.out * self.row_bytes
         self.label = f"{step.found}{len(self.lines)}"
 

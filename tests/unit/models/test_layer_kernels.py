@@ -17,12 +17,54 @@ from jaxllm.models.block import block_def
 from jaxllm.models.config import Columns, LayerConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.layers import normalise
-from jaxllm.models.parts import Norms, NormStyle
+from jaxllm.models.parts import Norms, NormStyle, Rope
 from jaxllm.models.products import Products
+from jaxllm.models.ptx.attention import Attend
+from jaxllm.models.ptx.share import Turned
 from jaxllm.models.talkie import TalkieBlock
-from support import assert_close, layer_config, make_llm, random_ids, run, small_model
+from support import (
+    assert_close,
+    layer_config,
+    make_llm,
+    random_ids,
+    run,
+    small_model,
+    with_layers,
+)
 
 EMBED, HEADS, COLUMNS = 64, 4, 96
+
+
+def attended(step: Attend, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What attention makes, and the rings after it."""
+    places, qkv = values[step.places], values[step.qkv]
+    starts, first, n = places[:-1], places[-1], len(places) - 1
+    each = qkv.reshape(n, step.heads, -1)
+    cuts = [step.per_head * step.k_dim, (step.per_head + 1) * step.k_dim]
+    q, *own = jnp.split(each, cuts, axis=-1)
+    at = jnp.where(starts < 0, step.capacity, starts % step.capacity)
+    rows, rings = first + jnp.arange(n), {}
+    for name, new in zip((step.k_ring, step.v_ring), own, strict=True):
+        rings[name] = values[name].at[rows, :, at].set(new, mode="drop")
+    k, v = (ring[rows] for ring in rings.values())
+    slots = starts[:, None] - (starts[:, None] - jnp.arange(step.capacity)) % step.capacity
+    seen = (slots >= 0) & (starts[:, None] - slots < (step.window or step.capacity))
+    q = q.reshape(n, step.heads, step.per_head, step.k_dim)
+    scores = jnp.einsum("nkgh,nkph->nkgp", q, k) * step.scale
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30))
+    found = jnp.einsum("nkgp,nkph->nkgh", weights, v)
+    return rings | {step.found: found.reshape(n, -1)}
+
+
+def turned(y: jax.Array, turns: Turned, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Queries and keys of heads [N, ...] with each pair turned."""
+    shape, axis = ((2, -1), -2) if turns.halves else ((-1, 2), -1)
+    each = y.reshape(len(y), -1, turns.per_head + 2, turns.rows)
+    each = each.reshape(*each.shape[:3], *shape)
+    a, b = (jnp.take(each[:, :, :-1], i, axis) for i in range(2))
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis)
+    return jnp.concatenate([pairs, each[:, :, -1:]], axis=2).reshape(y.shape)
 
 
 @pytest.fixture
@@ -33,6 +75,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def by_jnp(self: Products) -> dict[str, jax.Array]:
         values = dict(self.arrays)
         for step in self.steps:
+            if isinstance(step, Attend):
+                values |= attended(step, values)
+                continue
             x = values[step.x]
             if step.norm:
                 x = normalise(x, "rms", self.eps) * values[step.norm]
@@ -40,9 +85,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             if step.gated:
                 gate, linear = jnp.split(y, 2, axis=-1)
                 y = jax.nn.silu(gate) * linear
+            if step.turned:
+                y = turned(y, step.turned, values[step.turned.cos], values[step.turned.sin])
             values[step.found] = y + values[step.added] if step.added else y
         seen.append([step.found for step in self.steps])
-        return {name: values[name] for name in self.new}
+        return {name: values[name] for name in (*self.changed, *self.new)}
 
     monkeypatch.setattr(Products, "made", by_jnp)
     monkeypatch.setattr(Products, "are_a_kernel", lambda self: self.n == 1)
@@ -137,9 +184,11 @@ def kernels(made: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(forward, "flashes_context", lambda *_: False)
     monkeypatch.setattr(fused, "flashes_context", lambda *_: False)
     monkeypatch.setattr(stages, "flashes", lambda *_: False)
-    stages.layer_of.cache_clear()  # programs of those layers have other functions
+    for clear in (stages.layer_of.cache_clear, forward._layer.clear_cache):
+        clear()  # programs of those layers have other functions
     yield made
-    stages.layer_of.cache_clear()
+    for clear in (stages.layer_of.cache_clear, forward._layer.clear_cache):
+        clear()
 
 
 @pytest.mark.parametrize(
@@ -163,3 +212,39 @@ def test_engines_use_it_where_one_device_has_all_of_a_layer(
     assert_close(found.logits, right.logits)
     assert (["joined", "hidden", "found"] in made) == whole
     assert ["found"] in made
+
+
+WHOLE = ["qkv", "heads", "joined", "hidden", "found"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "steps"),
+    [
+        ({}, {}, WHOLE),
+        ({"rope": Rope(1e4, 16, "halves")}, {}, WHOLE),
+        ({"window": 20}, {}, WHOLE),
+        ({"rope": Rope(1e4, 8, "neighbours")}, {}, WHOLE[1:]),
+        ({"rope": None}, {}, WHOLE[1:]),
+        ({"qkv_bias": True}, {}, WHOLE[1:]),
+        ({"qk_norm": True}, {}, WHOLE[1:]),
+        ({"activation": "gelu"}, {}, ["found"]),
+        ({}, {"devices": 2, "split_mode": "tensor"}, ["found"]),
+        ({}, {"parallel": 3}, ["found"]),
+    ],
+    ids=str,
+)
+def test_attention_of_a_token_is_in_the_kernel(
+    changes: dict[str, Any],
+    arguments: dict[str, Any],
+    steps: list[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    cfg, prompt, forced = with_layers(small_model(), **changes), random_ids(20), random_ids(30)
+    right = run(make_llm(cfg, **arguments), prompt, forced)
+    made = request.getfixturevalue("kernels")
+    monkeypatch.setattr(forward, "attends_token", lambda cfg, count, *_: count == 1)
+    found = run(make_llm(cfg, **arguments), prompt, forced)
+    assert_close(found.logits, right.logits)
+    assert steps in made
+    assert steps == WHOLE or WHOLE not in made
