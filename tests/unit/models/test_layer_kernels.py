@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.engine import forward, fused, stages
+from jaxllm.engine import forward, fused, fused_step, stages
 from jaxllm.models.block import block_def
 from jaxllm.models.config import Columns, LayerConfig
 from jaxllm.models.decoder import DecoderBlock
@@ -177,6 +177,12 @@ def test_a_norm_is_part_of_the_product_after_it(changes: dict[str, Any], made: l
         np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-5)
 
 
+def clear_programs() -> None:
+    stages.layer_of.cache_clear()
+    for program in (forward._layer, fused_step.whole_step, fused_step.greedy_step):
+        program.clear_cache()
+
+
 @pytest.fixture
 def kernels(made: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     """All devices have kernels, but attention is as ever."""
@@ -184,11 +190,9 @@ def kernels(made: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(forward, "flashes_context", lambda *_: False)
     monkeypatch.setattr(fused, "flashes_context", lambda *_: False)
     monkeypatch.setattr(stages, "flashes", lambda *_: False)
-    for clear in (stages.layer_of.cache_clear, forward._layer.clear_cache):
-        clear()  # programs of those layers have other functions
+    clear_programs()  # those of layers with other functions
     yield made
-    for clear in (stages.layer_of.cache_clear, forward._layer.clear_cache):
-        clear()
+    clear_programs()
 
 
 @pytest.mark.parametrize(
