@@ -38,7 +38,7 @@ class Rows(Share):
         """Where x is read for the codes of each set: zeros, but for the one set where their block
         is the lane's column."""
         lanes = self.lanes
-        self.own_x = self.add(lanes.x, self.member, self.turns * self.x_turn)
+        self.own_x = self.add(lanes.x, self.member, self.n * self.x_row)
         zeros = self.add(self.own_x, 1, 2 * self.columns)
         self.vectors = []
         for s in range(self.sets):
@@ -49,8 +49,11 @@ class Rows(Share):
         self.sums_x = self.add(self.add(zeros, 1, 2 * self.codes), lanes.quarter, 8)
         blank = self.get("setp.lt.u32", lanes.lane, self.codes // 2, kind="pred")
         at = self.add(zeros, lanes.lane, 4)
-        for row in range(self.turns * self.n):
-            self.do(f"@{blank} st.shared.b32 [{at}+{row * self.x_row}], 0")
+        for turn in range(self.turns):
+            if self.rest and turn == self.turns - 1:
+                blank = self.get("and.pred", blank, self.has, kind="pred")
+            for r in range(self.n):
+                self.do(f"@{blank} st.shared.b32 [{at}+{turn * self.x_turn + r * self.x_row}], 0")
 
     def read_x(self) -> None:
         """Read what a warp needs of x, which other groups may have written."""

@@ -194,8 +194,8 @@ class Share(Part):
         # the sums of blocks behind each row of a turn's part.
         self.buffer = ROWS * (self.bytes + sum(scale.copied for scale in self.scales))
         self.x_row = 2 * self.columns + 2 * self.codes + (8 * BLOCKS if self.scales else 0)
-        self.x_turn = n * self.x_row
-        self.x_bytes = self.team * self.turns * self.x_turn
+        self.x_turn = self.team * n * self.x_row
+        self.x_bytes = step.spans * n * self.x_row
         self.most_ahead = 2 if self.scales else 3  # more of codes take longer, by measurement
         self.reach = step.out * self.row_bytes
         self.label = f"{step.found}{len(self.lines)}"
