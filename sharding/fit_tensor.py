@@ -33,7 +33,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sharding.fit_boxes import CHUNK, SLACK, Box, Boxes, Evaluated
-from sharding.fit_distribute import Distribution, in_proportion, of
+from sharding.fit_distribute import Distribution, in_proportion
+from sharding.fit_sums import of
 from sharding.fit_tables import Cut, Floats
 from sharding.fit_terms import TensorParts
 
@@ -333,6 +334,7 @@ class TensorCuts:
         parts[:, at.sets], parts[:, at.places] = takes.sum(2).T, places.T
         right = (fits | ~used).all(1) & (used.sum(1) == self._n)
         right &= blocks.sum(1) == t.mlps.totals[0]
+        right &= (groups.sum(2).T == t.mixers.totals).all(1)
         seconds = np.where(right, self._count @ steps, np.inf)
         held = np.asarray((resident | ~used).all(1))
         return Evaluated(groups, blocks, held, compute, links, starts, seconds, parts)

@@ -19,6 +19,7 @@ THREE = replace(PLAIN, kv_heads=3)
 NARROW = replace(PLAIN, kv_heads=1, q_per_kv=64, mlp=32)
 RECURRENT = replace(PLAIN, kv_heads=0, states=8, state_bytes=1 << 15, state_work=1 << 10)
 UNEVEN = replace(RECURRENT, states=6)
+MANY = replace(RECURRENT, states=96, state_bytes=1 << 12)
 MIXTURE = replace(PLAIN, mlp=2 * 32, experts=8, experts_used=2)
 BESIDE = replace(MIXTURE, shared_mlp=3 * 32)
 AS_WIDE = replace(MIXTURE, shared_mlp=PLAIN.mlp)
@@ -33,6 +34,7 @@ SMALL = {
     "dense, then mixtures with one as wide beside": (PLAIN, AS_WIDE, AS_WIDE, AS_WIDE),
     "dense, then mixtures of two thirds": (THICK, THIRDS, THIRDS, THIRDS),
     "hybrid": (UNEVEN, UNEVEN, RECURRENT, PLAIN),
+    "many states": (MANY, MANY, MANY, PLAIN),
     "parts in layers of their own": (
         replace(PLAIN, mlp=0),
         replace(PLAIN, kv_heads=0),
@@ -70,6 +72,14 @@ def three_counts(layers: int = 64) -> Model:
     some = LayerShape(16, 2, 128, 128, 14336, window=1024)
     full = LayerShape(4, 8, 256, 256, 14336)
     return _large((some, replace(some, kv_heads=8, q_per_kv=4), full), layers, 128256, 4096)
+
+
+def jamba(layers: int = 64) -> Model:
+    """Sizes of a small hybrid, three recurrent layers of four, with 64 groups of states beside 8
+    heads."""
+    full = LayerShape(8, 4, 128, 128, 14336)
+    recurrent = replace(full, kv_heads=0, states=64, state_bytes=1 << 18, state_work=1 << 14)
+    return _large((recurrent, recurrent, recurrent, full), layers, 65536, 4096)
 
 
 def qwen3_next(layers: int = 64) -> Model:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from fractions import Fraction
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -60,14 +61,25 @@ def unlike(
 
 
 def all_shares(shape: ModelShape, devices: int) -> list[tuple[int, ...]]:
-    """Attention shares, one for each way in which any that are whole numbers with a small sum round
-    the heads and states of all layers."""
+    """Attention shares, one for each way in which any round the heads and states of all layers;
+    over more than two devices any that are whole numbers with a small sum."""
     totals = {n for layer in shape.layers for n in (layer.kv_heads, layer.states) if n}
+    sums = totals if len(totals) == 1 else range(1, LARGEST_SUM + 1)
+    every = (shares for total in sums for shares in parts(total, devices))
     found: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
-    for total in totals if len(totals) == 1 else range(1, LARGEST_SUM + 1):
-        for shares in parts(total, devices):
-            found.setdefault(tuple(apportion(n, shares) for n in totals), shares)
+    for shares in halves(totals) if devices == 2 else every:
+        found.setdefault(tuple(apportion(n, shares) for n in totals), shares)
     return list(found.values())
+
+
+def halves(totals: set[int]) -> Iterator[tuple[int, int]]:
+    """Shares of two devices: those by which some total is about to be rounded otherwise, and some
+    between each two of these."""
+    edges = {Fraction(2 * n + 1, 2 * total) for total in totals for n in range(total)} | {0, 1}
+    ordered = sorted(map(Fraction, edges))
+    middles = [(a + b) / 2 for a, b in pairwise(ordered)]
+    for share in [*ordered, *middles]:
+        yield share.numerator, share.denominator - share.numerator
 
 
 def every_plan(shape: ModelShape, weights: list[TensorShape], mesh: Mesh) -> Iterator[Plan]:
@@ -213,6 +225,13 @@ def test_the_same_of_layers_that_are_not_alike(seed: int, name: str, per_host: i
     model = small(name)
     mesh = unlike(seed, 3, (0.0, 0.5, 5.0)[seed % 3], model, per_host)
     shortest_and_simplest(model, mesh, LOADS[::2])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_same_of_states_that_are_many(seed: int):
+    """So many that units of them are not counted at once."""
+    model = small("many states")
+    shortest_and_simplest(model, unlike(seed, 2, 0.5, model), LOADS[::2])
 
 
 @pytest.mark.parametrize("seed", [0, 1])
