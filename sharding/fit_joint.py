@@ -84,13 +84,16 @@ class Groups(Grid):
 
 def shares_of(units: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Whole numbers by which every total is apportioned as told, [U, R]: the units of the smallest
-    total that does, else some with a small sum. There must be shares that do."""
+    total that does, else some with a small sum; any where there are no units. There must be shares
+    that do."""
 
     def right(shares: Sequence[int]) -> bool:
         return all(apportion(sum(own), shares) == tuple(own) for own in units)
 
-    middle = _middle(np.array(units))
     rows = sorted((own for own in units if any(own)), key=sum)
+    if not rows:
+        return (1,) * len(units[0])
+    middle = _middle(np.array(units))
     tries = chain(rows, (apportion(n, middle) for n in count(1)))
     return tuple(next(shares for shares in tries if right(shares)))
 

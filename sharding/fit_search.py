@@ -217,7 +217,13 @@ class Search:
     def missed(self, seconds: float) -> float:
         """By which part a plan may be faster than one that takes so many, for all that `run` has
         proved; 0 where that is no more than what searches and predictions are rounded by."""
-        ways, least = [way for ways in self.ways for way in ways], seconds
+        # What was looked for without a host cache may be faster with one.
+        ways = [
+            replace(way, resident=False, proved=0.0) if way.resident else way
+            for ways in self.ways
+            for way in ways
+        ]
+        least = seconds
         for i, part in enumerate(PARTS):
             self.tell("what is not proved", i, len(PARTS))
             least = min(least, seconds * part)

@@ -11,7 +11,7 @@ from sharding_models import tensors
 from sharding import LayerShape, ModelShape, TensorShape
 
 Model = tuple[ModelShape, list[TensorShape]]
-GROUPS, BLOCKS = 4, 5
+GROUPS, BLOCKS, ROWS = 4, 5, 4
 PLAIN = LayerShape(GROUPS, 2, 64, 64, BLOCKS * 32)
 WINDOW = replace(PLAIN, window=128)
 WIDE = replace(PLAIN, kv_heads=2, q_per_kv=4, k_dim=128, v_dim=128)
@@ -34,6 +34,7 @@ SMALL = {
     "dense, then mixtures with one as wide beside": (PLAIN, AS_WIDE, AS_WIDE, AS_WIDE),
     "dense, then mixtures of two thirds": (THICK, THIRDS, THIRDS, THIRDS),
     "hybrid": (UNEVEN, UNEVEN, RECURRENT, PLAIN),
+    "no MLPs": (replace(RECURRENT, mlp=0), replace(PLAIN, mlp=0)),
     "many states": (MANY, MANY, MANY, PLAIN),
     "parts in layers of their own": (
         replace(PLAIN, mlp=0),
@@ -48,7 +49,8 @@ SMALL = {
 def small(name: str) -> Model:
     """One of `SMALL`."""
     layers = SMALL[name]
-    shape = ModelShape(layers, max(layer.mlp for layer in layers) * 2, 256, name)
+    vocab = max(layer.mlp for layer in layers) * 2 or ROWS
+    shape = ModelShape(layers, vocab, 256, name)
     return shape, tensors_of(shape, 4)
 
 

@@ -86,11 +86,11 @@ def every_plan(shape: ModelShape, weights: list[TensorShape], mesh: Mesh) -> Ite
     """All cuts of a small model under all options that may be chosen; of one with more layers those
     of whole layers."""
     n, layers = len(mesh), len(shape.layers)
-    columns = max(layer.mlp for layer in shape.layers) // 32
+    columns = max(layer.mlp for layer in shape.layers) // 32 or shape.vocab
     cuts: list[dict[str, Any]] = [
         dict(split_mode="layer", tensor_split=s) for s in parts(layers, n)
     ]
-    for groups in all_shares(shape, n) if layers == LAYERS else ():
+    for groups in all_shares(shape, n) if layers <= LAYERS else ():
         for blocks in parts(columns, n):
             split = {"split_mode": "tensor", "tensor_split": blocks, "attn_split": groups}
             cuts.append(split)
@@ -219,6 +219,7 @@ def test_no_plan_is_faster_and_none_as_fast_is_simpler(
         (2, "parts in layers of their own", None),
         (1, "parts in layers of their own", 2),
         (0, "four kinds", None),
+        (0, "no MLPs", None),
     ],
 )
 def test_the_same_of_layers_that_are_not_alike(seed: int, name: str, per_host: int | None):
@@ -241,6 +242,23 @@ def test_the_same_of_two_hosts_with_two_devices_each(seed: int):
     shape = replace(SMALL, layers=(window, layer, window, layer), vocab=3 * 64)
     model = shape, tensors(shape)
     shortest_and_simplest(model, unlike(seed, 4, 0.5, model, 2), LOADS[::2])
+
+
+def test_what_a_small_host_leaves_open_is_told():
+    """Where host memory has room for a part of the cache, cuts without any are looked for alone."""
+    weights = tensors(SMALL)
+    mesh, most = unlike(11, 2, 0.5, (SMALL, weights)), LAYERS * GROUPS * 2 * 64 * 2 * ASKED.ctx
+    mesh = replace(mesh, fabric=replace(mesh.fabric, host_memory=most // 10))
+    allowed = replace(ALLOWED, split_modes=("tensor",))
+    found = fit(SMALL, mesh, ASKED, weights, allowed, LOADS[0])
+    fastest = min(c.seconds for c in found.considered if c.plan is not None)
+    best = min(
+        seconds(CostModel(plan), LOADS[0])
+        for plan in every_plan(SMALL, weights, mesh)
+        if plan.options.split_mode == "tensor" and len(plan.used_devices) > 1
+        if sum(plan.cache_bytes(i)["host"] for i in range(2)) <= most // 10
+    )
+    assert (1 - found.missed) * fastest < best < 0.95 * fastest
 
 
 @pytest.mark.parametrize("seed", [4, 17])  # shortest paths alone do not tell of the second
