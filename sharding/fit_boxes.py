@@ -182,7 +182,7 @@ class Boxes:
             if rounded:
                 return rounded
         if worth[axis] <= NOTHING * self._count[0] * least[CHUNK]:
-            return self._given(box, parts)
+            return self._given(box, parts) or self._rounded(box, edges, off, parts)
         if at.places.start <= axis < at.places.stop:
             return _near(box, axis, parts)
         found = []

@@ -23,6 +23,7 @@ MANY = replace(RECURRENT, states=96, state_bytes=1 << 12)
 MIXTURE = replace(PLAIN, mlp=2 * 32, experts=8, experts_used=2)
 BESIDE = replace(MIXTURE, shared_mlp=3 * 32)
 AS_WIDE = replace(MIXTURE, shared_mlp=PLAIN.mlp)
+FEW = replace(MIXTURE, kv_heads=1, q_per_kv=8, mlp=32)
 THICK = replace(PLAIN, mlp=6 * 32)
 THIRDS = replace(MIXTURE, mlp=4 * 32)
 SMALL = {
@@ -33,6 +34,7 @@ SMALL = {
     "dense, then mixtures with an MLP beside": (PLAIN, BESIDE, BESIDE, BESIDE),
     "dense, then mixtures with one as wide beside": (PLAIN, AS_WIDE, AS_WIDE, AS_WIDE),
     "dense, then mixtures of two thirds": (THICK, THIRDS, THIRDS, THIRDS),
+    "mixtures on one device alone": (PLAIN, FEW, FEW, PLAIN),
     "hybrid": (UNEVEN, UNEVEN, RECURRENT, PLAIN),
     "no MLPs": (replace(RECURRENT, mlp=0), replace(PLAIN, mlp=0)),
     "many states": (MANY, MANY, MANY, PLAIN),

@@ -228,11 +228,19 @@ def test_the_same_of_layers_that_are_not_alike(seed: int, name: str, per_host: i
     shortest_and_simplest(model, mesh, LOADS[::2])
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_same_of_states_that_are_many(seed: int):
-    """So many that units of them are not counted at once."""
-    model = small("many states")
-    shortest_and_simplest(model, unlike(seed, 2, 0.5, model), LOADS[::2])
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [
+        (0, "many states"),  # so many that units of them are not counted at once
+        (1, "many states"),
+        (4, "mixtures on one device alone"),  # whose programs hand on what else attention has
+        (9, "mixtures on one device alone"),
+    ],
+)
+def test_the_same_of_two_devices(seed: int, name: str):
+    model = small(name)
+    mesh = unlike(seed, 2, (0.0, 0.5, 5.0)[seed % 3], model)
+    shortest_and_simplest(model, mesh, LOADS[::2])
 
 
 @pytest.mark.parametrize("seed", [0, 1])
