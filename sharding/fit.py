@@ -9,9 +9,8 @@ search ends without a proof, a fit says by how much a plan may be faster. `shard
 finds the fastest cut with them, and makes plans, which the cost model compares. Of plans that are
 nearly as fast, `sharding.fit_ties` takes the simplest.
 
-Not considered: replicated KV heads, dithered rounding, other orders of the devices, and groups of
-recurrent states in another proportion than KV heads where both are many (`sharding.fit_joint`).
-docs/fit.md says what they could win.
+Not considered: replicated KV heads, dithered rounding, and other orders of the devices. docs/fit.md
+says what they could win.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from sharding.fit_terms import TensorParts
 SLACK = 1 + 1e-9  # of comparisons of seconds
 NEAR = 0.95  # of the way from the least of a bound to what was found: where the last piece begins
 GAP = 0.01  # of a chunk, where what was found is no cut
+NEARLY = 0.1  # of all thresholds
 NOTHING = 1e-7  # of a request: bounds so close are not cut any closer
 CHUNK = 0  # the first of a box's bounds
 
@@ -177,11 +178,11 @@ class Boxes:
         worth = np.where(parts > high, 0.0, worth)
         axis = int(worth.argmax())
         if worth[axis] <= max(gap, 0.0):
-            rounded = self._rounded(box, edges, off)
+            rounded = self._rounded(box, edges, off, parts)
             if rounded:
                 return rounded
         if worth[axis] <= NOTHING * self._count[0] * least[CHUNK]:
-            return self._given(box, parts)
+            return self._given(box, parts) or self._rounded(box, edges, off, parts)
         if at.places.start <= axis < at.places.stop:
             return _near(box, axis, parts)
         found = []
@@ -218,9 +219,11 @@ class Boxes:
 
         return seconds(own, sets) - seconds(known, sets)
 
-    def _rounded(self, box: Box, edges: Floats, off: np.ndarray) -> list[Box]:
+    def _rounded(self, box: Box, edges: Floats, off: np.ndarray, parts: Floats) -> list[Box]:
         """The box in two, at the cell or threshold by which most units of a cut are rounded
-        otherwise, or in the middle of its bounds; none where there is one of each."""
+        otherwise, or in the middle of its bounds; none where there is one of each. Where the
+        threshold is told nearly, but not which units devices have, few cuts have just that one and
+        bounds cannot tell that none does: the box is then cut by what devices have."""
         at, (low, high, _) = self.axes, box
         axes = [*range(at.size)[at.groups], *range(at.size)[at.blocks]]
         wide = [(n, high[axis] - low[axis], axis) for n, axis in zip(off, axes, strict=True)]
@@ -228,6 +231,11 @@ class Boxes:
         if not wide:
             return []
         axis = max(wide)[2]
+        u = axis - at.blocks.start
+        if u >= 0 and high[axis] - low[axis] < NEARLY * self._t.mlps.last_thresholds[u]:
+            part, whole = self._t.mlps.parts[u + 1], self._t.mlps.wholes[u + 1]
+            if (high - low)[at.own].max() * part > whole:
+                return self._given(box, parts)
         edge = edges[axis]
         if not low[axis] < edge <= high[axis]:
             edge = low[axis] + 1 if edge == low[axis] else (low[axis] + high[axis] + 1) // 2

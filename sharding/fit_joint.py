@@ -18,14 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, combinations, count
-from math import lcm, prod
+from math import lcm
 
 import numpy as np
 
 from sharding.fit_units import Grid, Ints
 from sharding.shares import apportion
-
-MOST_SUMS = 400  # of groups of all totals; a search takes seconds for as many
 
 
 class Groups(Grid):
@@ -35,22 +33,11 @@ class Groups(Grid):
         pairs: of totals, P in all.
         first, last: cells that their distances may be in, [P].
         leading: totals such that a device with any unit has one of these.
-        tied: totals of states that are too many to be given out by themselves, each with that of
-            most KV heads, of which devices have the same part.
-        free: the other totals.
     """
 
     def __init__(self, heads: Iterable[int], states: Iterable[int], devices: int):
-        heads, states = set(heads), set(states)
-        super().__init__(max(heads | states), heads | states, devices)
-        most, sums = max(heads, default=0), prod(n + 1 for n in self.totals)
-        self.tied: list[tuple[int, int]] = []
-        for n in sorted(states - heads, reverse=True):
-            if sums > MOST_SUMS and most and n % most == 0 and n:
-                self.tied.append((self.index(n), self.index(most)))
-                sums //= n + 1
-        tied = [u for u, _ in self.tied]
-        self.free = [u for u in range(len(self.totals)) if u not in tied]
+        counts = {*heads, *states}
+        super().__init__(max(counts), counts, devices)
         self.pairs = list(combinations(range(len(self.totals)), 2))
         self._pairs = np.array(self.pairs, int).reshape(-1, 2).T
         whole = lcm(*self.totals)
@@ -97,13 +84,16 @@ class Groups(Grid):
 
 def shares_of(units: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Whole numbers by which every total is apportioned as told, [U, R]: the units of the smallest
-    total that does, else some with a small sum. There must be shares that do."""
+    total that does, else some with a small sum; any where there are no units. There must be shares
+    that do."""
 
     def right(shares: Sequence[int]) -> bool:
         return all(apportion(sum(own), shares) == tuple(own) for own in units)
 
-    middle = _middle(np.array(units))
     rows = sorted((own for own in units if any(own)), key=sum)
+    if not rows:
+        return (1,) * len(units[0])
+    middle = _middle(np.array(units))
     tries = chain(rows, (apportion(n, middle) for n in count(1)))
     return tuple(next(shares for shares in tries if right(shares)))
 

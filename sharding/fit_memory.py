@@ -19,6 +19,9 @@ from sharding.fit_units import Ints
 MOST_SECONDS = 1e6  # of a step; a link may take any
 MIXERS, MLPS = FOLLOWED[:2], FOLLOWED[2:]
 
+# Bytes a group and a block of each total, and others, [lines, U] twice and [lines].
+Lines = tuple[Floats, Floats, Floats]
+
 
 class TensorMemory:
     """Of one set of tables, for devices with each of the options."""
@@ -34,10 +37,15 @@ class TensorMemory:
         whole = weights["whole"]  # on every device of a layer
         self._sets = np.array([whole[t.set_of == i].sum() for i in range(len(t.sets))])
         self._everywhere = whole[t.set_of < 0].sum() + t.rotary
-        self._widest = self._lines()
+        self._widest, self._alone = self._lines()
         self._left = self._room(options.groups[:, None], options.takes[:, None], t.cap[:, None])
-        of_groups, _, more = self._widest
-        self._beside = of_groups @ options.groups + more[:, None]
+        self._beside = self._beside_groups(self._widest, options)
+        # Of sets that hand on anything: which it is, and which options these lines are of.
+        some = [(c, lines) for c, lines in enumerate(self._alone) if len(lines[-1])]
+        self._only = [
+            (c, options.takes[c], self._beside_groups(lines, options), lines[1])
+            for c, lines in some
+        ]
         self._cache = self._pages(options.groups)
         self._streams = [bool(self._cache.live(s)) for s in range(len(t.stages))]
         self._residuals, self._resident = 0.0, np.zeros(())
@@ -50,7 +58,8 @@ class TensorMemory:
         if len(self._t.mlps.totals) == 1:
             none = np.zeros((1, 1, len(self._t.cap)), int)
             room = (found._left - found._cache.bytes)[None]
-            found._resident = found._most(room, none, none, np.array(np.inf))
+            sets = np.zeros((1, len(self._t.sets)), bool)
+            found._resident = found._most(room, none, none, np.array(np.inf), sets)
         return found
 
     @property
@@ -59,40 +68,58 @@ class TensorMemory:
         grid = self._t.mlps
         return np.eye(len(grid.totals))[0] / max(1, grid.totals[0])
 
-    def blocks(self, least: Ints, largest: Ints, seconds: Floats | None, within: Floats) -> Floats:
+    @staticmethod
+    def _beside_groups(lines: Lines, options: Options) -> Floats:
+        """Bytes of lines beside blocks, [lines, O]."""
+        of_groups, _, more = lines
+        return of_groups @ options.groups + more[:, None]
+
+    def blocks(
+        self,
+        least: Ints,
+        largest: Ints,
+        seconds: Floats | None,
+        within: Floats,
+        alone: np.ndarray,
+    ) -> Floats:
         """The most of every total beside each option, while no link takes longer than so many
         seconds of a step of each kind, [N, 2]; None: while all of the cache stays. Negative where
         nothing fits. Blocks are rounded with any offsets between two, [U, N, R]; of the first total
-        no more count than are `within` [N, R, O]: [U, N, R, O]."""
+        no more count than are `within` [N, R, O]. In sets that are `alone` [N, sets] one device
+        takes part: [U, N, R, O]."""
         room = (self._left - self._cache.bytes)[None]
-        several = len(least) > 1  # rounded as a box says
+        ends = least, largest, within, alone
+        several = len(least) > 1 or any(alone[:, c].any() for c, *_ in self._only)
         if seconds is None:
-            return self._most(room, least, largest, within) if several else self._resident
+            return self._most(room, *ends) if several else self._resident
         link, kept = self._t.link[:, None], np.zeros(())
         for s, each in enumerate(np.clip(seconds, 0.0, MOST_SECONDS).T):
             kept = np.maximum(kept, self._cache.kept_for(s, each[:, None, None] * link))
         rooms = self._left - self._t.copies * self._cache.group - kept
-        if several:
-            rooms = np.concatenate((np.broadcast_to(room, rooms.shape), rooms))
-            few, many = (np.concatenate((own, own), axis=1) for own in (least, largest))
-            both = self._most(rooms, few, many, np.concatenate((within, within)))
-            resident, streaming = np.split(both, 2, axis=1)
-        else:
-            resident, streaming = self._resident, self._most(rooms, least, largest, within)
+        resident = self._most(room, *ends) if several else self._resident
         live = any(self._streams)
-        return np.maximum(resident, np.where((link > 0) | (not live), streaming, -1.0))
+        streaming = np.where((link > 0) | (not live), self._most(rooms, *ends), -1.0)
+        return np.maximum(resident, streaming)
 
-    def _most(self, room: Floats, least: Ints, largest: Ints, within: Floats) -> Floats:
-        left = np.array([room - beside for beside in self._beside])
-        units = self._block + self._widest[1]  # [lines, U]
+    def _most(
+        self, room: Floats, least: Ints, largest: Ints, within: Floats, alone: np.ndarray
+    ) -> Floats:
+        left = [room - beside for beside in self._beside]
+        units = [self._block + self._widest[1]]  # [lines, U]
+        for c, takes, besides, blocks in self._only:
+            if alone[:, c].any():
+                only = alone[:, c, None, None] & takes
+                left += [np.where(only, room - beside, np.inf) for beside in besides]
+                units.append(self._block + blocks)
+        lefts = np.array(np.broadcast_arrays(*left))
         found = self._t.mlps.most(
-            left - self._t.outside,  # goes with rows
-            units[:, :, None, None, None],
+            lefts - self._t.outside,  # goes with rows
+            np.concatenate(units)[:, :, None, None, None],
             least[..., None],
             largest[..., None],
             within,
         )
-        none = left.min(0) >= 0
+        none = lefts.min(0) >= 0
         return np.maximum(found, none - 1.0)
 
     def sent(
@@ -100,11 +127,19 @@ class TensorMemory:
     ) -> tuple[Floats, np.ndarray, np.ndarray]:
         """Bytes that cross each link in a step of each kind under some cuts, as much as can staying
         on the devices, [2, N, R]; where nothing is left to be sent, and where all fits, [N, R]."""
-        of_groups, of_blocks, more = self._widest
-        lines = np.tensordot(of_groups, groups, 1) + np.tensordot(of_blocks, blocks, 1)
-        lines += more[:, None, None]
+
+        def widest(lines: Lines) -> Floats:
+            of_groups, of_blocks, more = lines
+            found = np.tensordot(of_groups, groups, 1) + np.tensordot(of_blocks, blocks, 1)
+            return (found + more[:, None, None]).max(0)
+
+        largest = widest(self._widest)
+        for lines, own in zip(self._alone, takes, strict=True):
+            alone = own & (own.sum(1, keepdims=True) == 1)
+            if len(lines[-1]) and alone.any():
+                largest = np.where(alone, np.maximum(largest, widest(lines)), largest)
         left = self._room(groups, takes, self._t.cap) - self._residuals
-        room = left - np.tensordot(self._block, blocks, 1) - lines.max(0)
+        room = left - np.tensordot(self._block, blocks, 1) - largest
         room -= self._t.outside * (blocks[0] > 0)
         cache = self._pages(groups)
         staged = room - self._t.copies * cache.group
@@ -124,10 +159,11 @@ class TensorMemory:
         parts = [groups[kind.unit] / max(1, totals[kind.unit]) for kind in t.pages]
         return Cache(t.pages, t.of_kind.sum(1), parts)
 
-    def _lines(self) -> tuple[Floats, Floats, Floats]:
-        """Bytes a group and a block of each total, and others, of everything that may be the widest
-        part of a step's computation together with the largest matrix that is unpacked, [lines, U]
-        twice and [lines]."""
+    def _lines(self) -> tuple[Lines, list[Lines]]:
+        """Everything that may be the widest part of a step's computation together with the largest
+        matrix that is unpacked; and of each set the same of layers whose MLP is on one device
+        alone, which has all of it and hands on queries and carries in its program. None in sets
+        that hand on nothing."""
         t, grids = self._t, (self._t.mixers, self._t.mlps)
         mixers, mlps = (len(grid.totals) for grid in grids)
 
@@ -144,8 +180,15 @@ class TensorMemory:
         matrices += [rows(0, t.each(name, t.unpacked[name]), 0) for name in MLPS]
         matrices += [rows(0, 0, t.unpacked["whole"]), rows(0, table, 0)]
         wide, unpacked = (_largest(np.concatenate(each)) for each in (widest, matrices))
-        found = _largest(np.concatenate([wide + matrix for matrix in unpacked]))
-        return found[:, :mixers], found[:, mixers:-1], found[:, -1]
+        whole = sum(t.compute[name] for name in MLPS) + t.fixed + 2 * t.handed_on
+        alone = [rows(0, 0, whole)[(t.set_of == c) & (t.handed_on > 0)] for c in range(len(t.sets))]
+
+        def both(wide: Floats) -> Lines:
+            every = [np.empty((0, wide.shape[1])), *(wide + matrix for matrix in unpacked)]
+            found = _largest(np.concatenate(every))
+            return found[:, :mixers], found[:, mixers:-1], found[:, -1]
+
+        return both(wide), [both(each) for each in alone]
 
 
 def _largest(rows: Floats) -> Floats:

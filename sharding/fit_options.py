@@ -27,8 +27,6 @@ class Options:
         every = np.indices([n + 1 for n in mixers.totals]).reshape(len(mixers.totals), -1)
         first, last = mixers.cells(every)
         inside = (first <= mixers.last[:, None]) & (last >= mixers.first[:, None])
-        for u, h in mixers.tied:
-            inside &= every[u] * mixers.totals[h] == every[h] * mixers.totals[u]
         rows: dict[tuple[tuple[int, ...], tuple[bool, ...]], list[int]] = {}
         for own in every[:, inside.all(0)].T.tolist():
             some = {i for i, n in enumerate(own) if n}

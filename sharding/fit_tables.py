@@ -24,6 +24,7 @@ from sharding.residency import reserve
 from sharding.rings import full_pages, live_pages, position_bytes, ring_positions
 
 COUNTED = "kv_heads", "states"
+ROWS = 256  # parts of the vocabulary that are given out where no layer has an MLP
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class Tables:
         )
         self.mixers = Groups(heads, states, devices)
         blocks = *columns, *beside
-        self.mlps = Grid(max(blocks), blocks, devices)
+        self.mlps = Grid(max(blocks) or min(ROWS, self.model.vocab), blocks, devices)
         counts = zip(FOLLOWED, (heads, states, columns, beside), strict=True)
         grids = self.mixers, self.mixers, self.mlps, self.mlps
         self.follows = {
@@ -287,11 +288,6 @@ class Tables:
         for name in names:
             units[layers, self.follows[name]] += own[name].T
         return Work.of(sets, whole.T, units)
-
-    @property
-    def blocks_and_groups(self) -> tuple[int, int]:
-        """How many a layer has that has most."""
-        return self.mlps.totals[0], self.mixers.totals[0]
 
     def each(self, name: str, values: Floats) -> Floats:
         """Of what follows one of `FOLLOWED` in each layer, [L], that of one unit of each total,

@@ -33,7 +33,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sharding.fit_boxes import CHUNK, SLACK, Box, Boxes, Evaluated
-from sharding.fit_distribute import Distribution, in_proportion, of
+from sharding.fit_distribute import Distribution, in_proportion
+from sharding.fit_sums import of
 from sharding.fit_tables import Cut, Floats
 from sharding.fit_terms import TensorParts
 
@@ -88,7 +89,7 @@ class TensorCuts:
         """A cut whose request takes no more seconds than `limit`, but for a millionth part or so.
         `resident`: all of the cache stays on the devices; `looks`: after so many boxes none is cut
         into more."""
-        if limit <= self._none[resident] or not all(self._t.blocks_and_groups):
+        if limit <= self._none[resident]:
             return Answer(None)
         asked = self._open.get((limit, resident))
         if asked is not None and asked >= looks:
@@ -168,17 +169,17 @@ class TensorCuts:
         at, grid = self._space.axes, self._t.mlps
         first, *others = grid.totals
         offsets = grid.offsets(low[:, at.blocks]), grid.offsets(high[:, at.blocks])
-        ends = self._same_ends
-        if others:
-            ends = self._ends(*offsets)
-            few, many = (each[:, at.own, None].astype(int) for each in (low, high))
-            ends = np.maximum(ends[0], few), np.minimum(ends[1], many)
-        limits = self._limits(low, high, most, limit), None if resident else most
-        taken, *less = self._taken(*limits, ends, offsets)
-        devices = high[:, at.sets].astype(int)
+        ends, devices = self._same_ends, high[:, at.sets].astype(int)
         possible = (devices > 0).all(1) & (low <= high).all(1)
         if others:
-            possible &= (low[:, at.own].sum(1) <= first) & (high[:, at.own].sum(1) >= first)
+            ends = self._ends(*offsets)
+            few, many = (each[:, at.own].astype(int) for each in (low, high))
+            both = zip((few, many), offsets, strict=True)
+            least, largest = (grid.rounded(own, each).sum(2).T for own, each in both)
+            possible &= ((least <= grid.totals) & (largest >= grid.totals)).all(1)
+            ends = np.maximum(ends[0], few[..., None]), np.minimum(ends[1], many[..., None])
+        limits = self._limits(low, high, most, limit), None if resident else most
+        taken, *less = self._taken(*limits, ends, offsets, devices)
         kept = np.flatnonzero(possible)
         found, chosen = self._groups.best(taken[kept], devices[kept], np.full(len(kept), first))
         kept = kept[found]
@@ -205,15 +206,17 @@ class TensorCuts:
         most: Floats | None,
         ends: tuple[np.ndarray, np.ndarray],
         offsets: tuple[np.ndarray, np.ndarray],
+        devices: np.ndarray,
     ) -> Floats:
         """The most blocks of every total that a device can take beside each option, [U, N, R, O];
         minus infinity where the device cannot have that. `most` seconds of a step of each kind,
-        None where all of the cache stays; `ends` as of `_ends`, for `offsets` between two."""
+        None where all of the cache stays; `ends` as of `_ends`, for `offsets` between two; at most
+        so many `devices` [N, sets] take part in sets."""
         grid, (least, most_blocks) = self._t.mlps, ends
         fewer, more = (each[..., None] for each in offsets)
         within = np.where(limits.out | (most_blocks < least), -1.0, most_blocks)
         taken = grid.most(limits.rooms, limits.units, fewer, more, within)
-        taken = np.minimum(taken, self._memory.blocks(*offsets, most, taken[0]))
+        taken = np.minimum(taken, self._memory.blocks(*offsets, most, taken[0], devices == 1))
         if len(taken) > 1:
             most_units = grid.rounded(np.maximum(taken[0], 0).astype(int), more)
             taken = np.minimum(taken, np.where(self._options.may_have, most_units, 0))
@@ -333,6 +336,7 @@ class TensorCuts:
         parts[:, at.sets], parts[:, at.places] = takes.sum(2).T, places.T
         right = (fits | ~used).all(1) & (used.sum(1) == self._n)
         right &= blocks.sum(1) == t.mlps.totals[0]
+        right &= (groups.sum(2).T == t.mixers.totals).all(1)
         seconds = np.where(right, self._count @ steps, np.inf)
         held = np.asarray((resident | ~used).all(1))
         return Evaluated(groups, blocks, held, compute, links, starts, seconds, parts)

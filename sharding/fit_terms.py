@@ -18,7 +18,7 @@ from sharding.fit_units import Ints
 
 MOST_TERMS = 4  # of mixers, and of MLPs
 TINY = 1e-30
-ALL_STEPS = 2.5e9  # of a search's dynamic programs; ten seconds or so
+ALL_STEPS = 4e9  # of a search's dynamic programs; ten seconds or so
 
 
 class _Kinds:

@@ -11,7 +11,7 @@ from sharding_models import tensors
 from sharding import LayerShape, ModelShape, TensorShape
 
 Model = tuple[ModelShape, list[TensorShape]]
-GROUPS, BLOCKS = 4, 5
+GROUPS, BLOCKS, ROWS = 4, 5, 4
 PLAIN = LayerShape(GROUPS, 2, 64, 64, BLOCKS * 32)
 WINDOW = replace(PLAIN, window=128)
 WIDE = replace(PLAIN, kv_heads=2, q_per_kv=4, k_dim=128, v_dim=128)
@@ -19,9 +19,11 @@ THREE = replace(PLAIN, kv_heads=3)
 NARROW = replace(PLAIN, kv_heads=1, q_per_kv=64, mlp=32)
 RECURRENT = replace(PLAIN, kv_heads=0, states=8, state_bytes=1 << 15, state_work=1 << 10)
 UNEVEN = replace(RECURRENT, states=6)
+MANY = replace(RECURRENT, states=96, state_bytes=1 << 12)
 MIXTURE = replace(PLAIN, mlp=2 * 32, experts=8, experts_used=2)
 BESIDE = replace(MIXTURE, shared_mlp=3 * 32)
 AS_WIDE = replace(MIXTURE, shared_mlp=PLAIN.mlp)
+FEW = replace(MIXTURE, kv_heads=1, q_per_kv=8, mlp=32)
 THICK = replace(PLAIN, mlp=6 * 32)
 THIRDS = replace(MIXTURE, mlp=4 * 32)
 SMALL = {
@@ -32,7 +34,10 @@ SMALL = {
     "dense, then mixtures with an MLP beside": (PLAIN, BESIDE, BESIDE, BESIDE),
     "dense, then mixtures with one as wide beside": (PLAIN, AS_WIDE, AS_WIDE, AS_WIDE),
     "dense, then mixtures of two thirds": (THICK, THIRDS, THIRDS, THIRDS),
+    "mixtures on one device alone": (PLAIN, FEW, FEW, PLAIN),
     "hybrid": (UNEVEN, UNEVEN, RECURRENT, PLAIN),
+    "no MLPs": (replace(RECURRENT, mlp=0), replace(PLAIN, mlp=0)),
+    "many states": (MANY, MANY, MANY, PLAIN),
     "parts in layers of their own": (
         replace(PLAIN, mlp=0),
         replace(PLAIN, kv_heads=0),
@@ -46,7 +51,8 @@ SMALL = {
 def small(name: str) -> Model:
     """One of `SMALL`."""
     layers = SMALL[name]
-    shape = ModelShape(layers, max(layer.mlp for layer in layers) * 2, 256, name)
+    vocab = max(layer.mlp for layer in layers) * 2 or ROWS
+    shape = ModelShape(layers, vocab, 256, name)
     return shape, tensors_of(shape, 4)
 
 
@@ -70,6 +76,14 @@ def three_counts(layers: int = 64) -> Model:
     some = LayerShape(16, 2, 128, 128, 14336, window=1024)
     full = LayerShape(4, 8, 256, 256, 14336)
     return _large((some, replace(some, kv_heads=8, q_per_kv=4), full), layers, 128256, 4096)
+
+
+def jamba(layers: int = 64) -> Model:
+    """Sizes of a small hybrid, three recurrent layers of four, with 64 groups of states beside 8
+    heads."""
+    full = LayerShape(8, 4, 128, 128, 14336)
+    recurrent = replace(full, kv_heads=0, states=64, state_bytes=1 << 18, state_work=1 << 14)
+    return _large((recurrent, recurrent, recurrent, full), layers, 65536, 4096)
 
 
 def qwen3_next(layers: int = 64) -> Model:

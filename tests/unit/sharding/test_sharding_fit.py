@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fit_models import deepseek, gemma3, gemma4, glm, maverick, qwen3_next, three_counts
+from fit_models import deepseek, gemma3, gemma4, glm, jamba, maverick, qwen3_next, three_counts
 from sharding_models import tensors
 
 from sharding import (
@@ -83,6 +83,7 @@ def yardstick() -> float:
         pytest.param(three_counts(), 32768, id="three counts of heads"),
         pytest.param(three_counts(), 131072, id="three counts of heads, streamed"),
         pytest.param(qwen3_next(), 131072, id="hybrid"),
+        pytest.param(jamba(), 32768, id="hybrid with many states"),
         pytest.param(deepseek(), 131072, id="dense, then mixtures"),
         pytest.param(glm(), 131072, id="dense, then mixtures over heads"),
         pytest.param(maverick(), 32768, id="dense and mixtures by turns"),

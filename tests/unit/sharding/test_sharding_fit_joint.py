@@ -59,14 +59,6 @@ def test_simple_shares_of_what_is_given():
     assert shares_of([(0, 3, 2), (0, 2, 2)]) == (0, 2, 2)
 
 
-def test_states_that_are_many_go_along_with_kv_groups():
-    options = Options(Groups((8,), (64,), 3), Grid(1, (1,), 3), [])
-    assert (options.groups[0] == 8 * options.groups[1]).all()
-    assert set(options.groups[1]) == set(range(9))
-    few = Groups((8,), (16,), 3)
-    assert not few.tied and few.free == [0, 1]
-
-
 def test_thresholds_of_blocks():
     """Under them blocks are rounded as they are; fewer than there are, which a search may look at
     and then finds unfit, have some, too."""

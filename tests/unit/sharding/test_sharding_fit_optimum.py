@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from fractions import Fraction
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -60,25 +61,36 @@ def unlike(
 
 
 def all_shares(shape: ModelShape, devices: int) -> list[tuple[int, ...]]:
-    """Attention shares, one for each way in which any that are whole numbers with a small sum round
-    the heads and states of all layers."""
+    """Attention shares, one for each way in which any round the heads and states of all layers;
+    over more than two devices any that are whole numbers with a small sum."""
     totals = {n for layer in shape.layers for n in (layer.kv_heads, layer.states) if n}
+    sums = totals if len(totals) == 1 else range(1, LARGEST_SUM + 1)
+    every = (shares for total in sums for shares in parts(total, devices))
     found: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
-    for total in totals if len(totals) == 1 else range(1, LARGEST_SUM + 1):
-        for shares in parts(total, devices):
-            found.setdefault(tuple(apportion(n, shares) for n in totals), shares)
+    for shares in halves(totals) if devices == 2 else every:
+        found.setdefault(tuple(apportion(n, shares) for n in totals), shares)
     return list(found.values())
+
+
+def halves(totals: set[int]) -> Iterator[tuple[int, int]]:
+    """Shares of two devices: those by which some total is about to be rounded otherwise, and some
+    between each two of these."""
+    edges = {Fraction(2 * n + 1, 2 * total) for total in totals for n in range(total)} | {0, 1}
+    ordered = sorted(map(Fraction, edges))
+    middles = [(a + b) / 2 for a, b in pairwise(ordered)]
+    for share in [*ordered, *middles]:
+        yield share.numerator, share.denominator - share.numerator
 
 
 def every_plan(shape: ModelShape, weights: list[TensorShape], mesh: Mesh) -> Iterator[Plan]:
     """All cuts of a small model under all options that may be chosen; of one with more layers those
     of whole layers."""
     n, layers = len(mesh), len(shape.layers)
-    columns = max(layer.mlp for layer in shape.layers) // 32
+    columns = max(layer.mlp for layer in shape.layers) // 32 or shape.vocab
     cuts: list[dict[str, Any]] = [
         dict(split_mode="layer", tensor_split=s) for s in parts(layers, n)
     ]
-    for groups in all_shares(shape, n) if layers == LAYERS else ():
+    for groups in all_shares(shape, n) if layers <= LAYERS else ():
         for blocks in parts(columns, n):
             split = {"split_mode": "tensor", "tensor_split": blocks, "attn_split": groups}
             cuts.append(split)
@@ -207,11 +219,27 @@ def test_no_plan_is_faster_and_none_as_fast_is_simpler(
         (2, "parts in layers of their own", None),
         (1, "parts in layers of their own", 2),
         (0, "four kinds", None),
+        (0, "no MLPs", None),
     ],
 )
 def test_the_same_of_layers_that_are_not_alike(seed: int, name: str, per_host: int | None):
     model = small(name)
     mesh = unlike(seed, 3, (0.0, 0.5, 5.0)[seed % 3], model, per_host)
+    shortest_and_simplest(model, mesh, LOADS[::2])
+
+
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [
+        (0, "many states"),  # so many that units of them are not counted at once
+        (1, "many states"),
+        (4, "mixtures on one device alone"),  # whose programs hand on what else attention has
+        (9, "mixtures on one device alone"),
+    ],
+)
+def test_the_same_of_two_devices(seed: int, name: str):
+    model = small(name)
+    mesh = unlike(seed, 2, (0.0, 0.5, 5.0)[seed % 3], model)
     shortest_and_simplest(model, mesh, LOADS[::2])
 
 
@@ -222,6 +250,23 @@ def test_the_same_of_two_hosts_with_two_devices_each(seed: int):
     shape = replace(SMALL, layers=(window, layer, window, layer), vocab=3 * 64)
     model = shape, tensors(shape)
     shortest_and_simplest(model, unlike(seed, 4, 0.5, model, 2), LOADS[::2])
+
+
+def test_what_a_small_host_leaves_open_is_told():
+    """Where host memory has room for a part of the cache, cuts without any are looked for alone."""
+    weights = tensors(SMALL)
+    mesh, most = unlike(11, 2, 0.5, (SMALL, weights)), LAYERS * GROUPS * 2 * 64 * 2 * ASKED.ctx
+    mesh = replace(mesh, fabric=replace(mesh.fabric, host_memory=most // 10))
+    allowed = replace(ALLOWED, split_modes=("tensor",))
+    found = fit(SMALL, mesh, ASKED, weights, allowed, LOADS[0])
+    fastest = min(c.seconds for c in found.considered if c.plan is not None)
+    best = min(
+        seconds(CostModel(plan), LOADS[0])
+        for plan in every_plan(SMALL, weights, mesh)
+        if plan.options.split_mode == "tensor" and len(plan.used_devices) > 1
+        if sum(plan.cache_bytes(i)["host"] for i in range(2)) <= most // 10
+    )
+    assert (1 - found.missed) * fastest < best < 0.95 * fastest
 
 
 @pytest.mark.parametrize("seed", [4, 17])  # shortest paths alone do not tell of the second
