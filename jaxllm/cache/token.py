@@ -11,7 +11,7 @@ from jaxllm.cache.flash import flashes_context
 from jaxllm.models.config import LayerConfig
 from jaxllm.models.layers import Array, Heads
 from jaxllm.models.products import Rings
-from jaxllm.models.ptx.attention import QUERIES
+from jaxllm.models.ptx.attention_sums import QUERIES
 
 WIDTHS = (64, 128)  # of heads that a warp has registers for
 

@@ -109,26 +109,27 @@ def _attend(kind: Kind, block: Block, x: Array, held: Held, step: Step, here: bo
     heads = block.project(x)
     squares = block.head_squares(heads)
     squares = None if squares is None else kind.total(squares)
+    chosen = None
     if rings is not None:
         qkv = packed(block.before_attention(heads, squares, positions))
         whole = block.whole_layer(x, positions, rings, qkv) if here else None
         if whole is not None:
             return Attended(None, whole.x, Ring(whole.k, whole.v), None)
         o, written = rings.attend(qkv)
-        return Attended(o[:, None], None, Ring(*written), None)
-    q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step, held.chosen)
-    read_from = ring if held.other is None else held.other
-    assert read_from is not None
-    at = step.seen_from(cfg)
-    if kind.kernels and flashes_context(cfg, *shape):
-        carry = attend_flash(cfg, carry, q, read_from, step.row, at)
-    elif kind.span is None:
-        carry = attend_ring(cfg, carry, q, read_from, step.row, at)
+        o, ring = o[:, None], Ring(*written)
     else:
-        carry = attend_span(cfg, carry, q, read_from, step.row, at, kind.span)
-    o = end_attention(cfg, carry, q, x.dtype)
-    after = block.rest_of_layer(o, x) if here else None
-    return Attended(o, after, ring, choice(cfg, carry))
+        q, carry, ring = begin_attention(block, cfg, heads, squares, ring, step, held.chosen)
+        read_from = ring if held.other is None else held.other
+        assert read_from is not None
+        at = step.seen_from(cfg)
+        if kind.kernels and flashes_context(cfg, *shape):
+            carry = attend_flash(cfg, carry, q, read_from, step.row, at)
+        elif kind.span is None:
+            carry = attend_ring(cfg, carry, q, read_from, step.row, at)
+        else:
+            carry = attend_span(cfg, carry, q, read_from, step.row, at, kind.span)
+        o, chosen = end_attention(cfg, carry, q, x.dtype), choice(cfg, carry)
+    return Attended(o, block.rest_of_layer(o, x) if here else None, ring, chosen)
 
 
 @partial(jax.jit, static_argnames=("kind",))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.gguf.blocks import PLAIN
-from jaxllm.models.ptx.attention import Attend
+from jaxllm.models.ptx.attention_sums import Attend
 from jaxllm.models.ptx.chain import LINE, Chain
 from jaxllm.models.ptx.share import ROWS, Step, Turned
 from jaxllm.models.quantised import Quantised

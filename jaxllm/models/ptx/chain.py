@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxllm.models.ptx.attention import Attend, Attention
+from jaxllm.models.ptx.attention import Attention
+from jaxllm.models.ptx.attention_sums import Attend
 from jaxllm.models.ptx.product import Product
 from jaxllm.models.ptx.share import LANES, ROWS, WARPS, Lanes, Part, Step
 from jaxllm.models.ptx.writer import Writer

@@ -122,6 +122,7 @@ class Part(Writer):
     idle: str = ""  # whether a group has no part of the step
     ahead: int  # copies that are on their way
     slot: str  # where in the ring of copies the next is
+    lanes: Lanes
 
     def begin(self, lanes: Lanes, ahead: int, waits: bool, idle: str) -> None:
         """What does not depend on the step before it, if that has to be waited for; `idle` says

@@ -19,7 +19,7 @@ from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.layers import normalise
 from jaxllm.models.parts import Norms, NormStyle, Rope
 from jaxllm.models.products import Products
-from jaxllm.models.ptx.attention import Attend
+from jaxllm.models.ptx.attention_sums import Attend
 from jaxllm.models.ptx.share import Turned
 from jaxllm.models.talkie import TalkieBlock
 from support import (
