@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import archs
 from parity import SMALL, UNEVEN, load_model, reference
 from support import feed, nmse, step
 
 
 @pytest.mark.parity
+@pytest.mark.skipif(archs.SHARED is None, reason="no folder of references")
 @pytest.mark.parametrize("name", ["qwen35", "rwkv6-dense"])
 @pytest.mark.parametrize("plan", [SMALL, UNEVEN], ids=["one", "uneven"])
 def test_ragged_batch(name: str, plan: dict[str, Any]):
