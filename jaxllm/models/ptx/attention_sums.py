@@ -73,6 +73,7 @@ class Joined(Part):
         self.at_a_time = groups // self.parts
         self.buffer = 2 * KEYS * max(step.k_dim, step.v_dim)
         self.least_ahead, self.most_ahead, self.x_bytes = 2, 3, 0
+        self.sums_bytes, self.squares_bytes = 2 * 4 * WARPS * QUERIES, 16
         self.reach = step.capacity * 2 * max(step.k_dim, step.v_dim)
         self.size = step.per_head * step.v_dim  # numbers that a head's queries have together
         self.part_bytes = 4 * (self.size + 2 * step.per_head)

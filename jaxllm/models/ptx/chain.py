@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jaxllm.models.ptx.attention import Attention
 from jaxllm.models.ptx.attention_sums import Attend
 from jaxllm.models.ptx.product import Product
-from jaxllm.models.ptx.share import LANES, ROWS, WARPS, Lanes, Part, Step
+from jaxllm.models.ptx.share import LANES, WARPS, Lanes, Part, Step
 from jaxllm.models.ptx.writer import Writer
 
 LINE = 32  # words of device memory between two counters
@@ -47,7 +47,8 @@ class Chain(Writer):
             for step in steps
         ]
         x = max(part.x_bytes for part in self.parts)
-        sums, squares = 2 * WARPS * n * ROWS * 4, WARPS * n * 4
+        sums = max(part.sums_bytes for part in self.parts)
+        squares = max(part.squares_bytes for part in self.parts)
         room = (MEMORY - x - sums - squares) // WARPS
         self.ahead = [min(part.most_ahead, room // part.buffer) for part in self.parts]
         self.own = max(a * p.buffer for a, p in zip(self.ahead, self.parts, strict=True))

@@ -111,12 +111,15 @@ class Lanes(NamedTuple):
 
 class Part(Writer):
     """What a chain's steps have in common: bytes of a warp's copy, how many are on their way at
-    least and at most, bytes of x, and how far apart addresses are."""
+    least and at most, bytes of x, of sums and of sums of squares, and how far apart addresses
+    are."""
 
     buffer: int
     least_ahead: int = 1
     most_ahead: int
     x_bytes: int
+    sums_bytes: int
+    squares_bytes: int
     reach: int
     regular: bool = True  # whether a group's shares are all alike
     idle: str = ""  # whether a group has no part of the step
@@ -197,6 +200,7 @@ class Share(Part):
         self.x_row = 2 * self.columns + 2 * self.codes + (8 * BLOCKS if self.scales else 0)
         self.x_turn = self.team * n * self.x_row
         self.x_bytes = step.spans * n * self.x_row
+        self.sums_bytes, self.squares_bytes = 2 * 4 * WARPS * n * ROWS, 4 * WARPS * n
         self.most_ahead = 2 if self.scales else 3  # more of codes take longer, by measurement
         self.reach = step.out * self.row_bytes
         self.label = f"{step.found}{len(self.lines)}"

@@ -213,6 +213,7 @@ def rings(
         ([15, 16, -1, 383], 2, 1, (64, 128), 384, None, 3),  # units in turn, one part each
         ([1000, 20], 1, 3, (128, 64), 256, 200, 5),  # a window beyond the ring's end
         ([4095], 1, 7, (64, 64), 4096, None, 7),
+        ([5] * 70, 2, 8, (64, 64), 128, None, 13),  # more rows than products have room for
         ([767, 768], 1, 4, (64, 64), 1024, None, 6),  # by one group, and by several
         ([4000], 1, 2, (64, 64), 4096, None, 20),  # by more groups than are added up at a time
     ],
