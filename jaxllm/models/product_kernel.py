@@ -25,6 +25,7 @@ def run(products: Products) -> dict[str, jax.Array]:
     """What the steps make and what they have changed, by name."""
     groups = multiprocessors()
     chain, new = products.chain(groups), products.written(groups)
+    assert chain.fits
     text = chain.text()
 
     def body(*refs: Any) -> None:

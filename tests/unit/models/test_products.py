@@ -183,7 +183,8 @@ def attended(heads: np.ndarray, rings: Rings) -> tuple[np.ndarray, list[np.ndarr
         first = 0 if rings.window is None else max(0, start - rings.window + 1)
         slots = np.arange(first, start + 1) % capacity
         keys, values = (ring[row + n][:, slots] for ring in after)
-        scores = np.exp(np.einsum("kgh,kph->kgp", q[n], keys) * rings.scale)
+        scores = np.einsum("kgh,kph->kgp", q[n], keys) * rings.scale
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
         found[n] = np.einsum("kgp,kph->kgh", scores / scores.sum(-1, keepdims=True), values)
     return found, after
 
@@ -213,7 +214,7 @@ def rings(
         ([15, 16, -1, 383], 2, 1, (64, 128), 384, None, 3),  # units in turn, one part each
         ([1000, 20], 1, 3, (128, 64), 256, 200, 5),  # a window beyond the ring's end
         ([4095], 1, 7, (64, 64), 4096, None, 7),
-        ([5] * 70, 2, 8, (64, 64), 128, None, 13),  # more rows than products have room for
+        ([5] * 48, 1, 4, (128, 128), 128, None, 4),  # more rows than products have room for
         ([767, 768], 1, 4, (64, 64), 1024, None, 6),  # by one group, and by several
         ([4000], 1, 2, (64, 64), 4096, None, 20),  # by more groups than are added up at a time
     ],
