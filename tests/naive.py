@@ -194,3 +194,34 @@ def logits(
     if cfg.head_bias:
         y = y + w["bias"]
     return y if cfg.logit_softcap is None else cfg.logit_softcap * np.tanh(y / cfg.logit_softcap)
+
+
+def attend_token(
+    qkv: np.ndarray,
+    rings: tuple[np.ndarray, np.ndarray],
+    places: Sequence[int],
+    per_head: int,
+    scale: float,
+    window: int | None,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Of queries, key and value of each head [N, K, ...] of a token a row, at the positions that
+    `places` begins with, what attention over rings [B, K, C, ...] gives [N, K, G, Hv], and the
+    rings with key and value in them, from the row on that `places` ends with."""
+    after = [np.array(ring, np.float64) for ring in rings]
+    capacity, k_dim = after[0].shape[2:]
+    *starts, row = places
+    q, *own = np.split(qkv.astype(np.float64), [per_head * k_dim, (per_head + 1) * k_dim], axis=-1)
+    q = q.reshape(*q.shape[:2], per_head, k_dim)
+    found = np.zeros((*q.shape[:3], after[1].shape[-1]))
+    for n, start in enumerate(starts):
+        if start < 0:
+            continue
+        for ring, new in zip(after, own, strict=True):
+            ring[row + n, :, start % capacity] = new[n]
+        slots = np.arange(0 if window is None else max(0, start - window + 1), start + 1) % capacity
+        keys, values = (ring[row + n][:, slots] for ring in after)
+        scores = np.einsum("kgh,kph->kgp", q[n], keys) * scale
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+        found[n] = np.einsum("kgp,kph->kgh", weights, values)
+    return found, after

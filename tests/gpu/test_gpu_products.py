@@ -19,6 +19,7 @@ from jaxllm.gguf.random_blocks import random_blocks
 from jaxllm.models.products import Matrix, Products, Rings, one_product
 from jaxllm.models.quantised import Quantised, values
 from jaxllm.runtime import has_kernels
+from naive import attend_token
 from support import compilations
 
 pytestmark = pytest.mark.skipif(
@@ -128,21 +129,10 @@ def test_attention_of_a_token(
     for _ in range(20):
         again, _ = attend(given, qkv)
         assert (again == found).all()
-    q, *own = np.split(np.asarray(qkv), [per_head * dim, (per_head + 1) * dim], axis=-1)
-    after = [np.array(ring) for ring in (k, v)]
-    for i, start in enumerate(starts):
-        exact = np.zeros((heads, per_head, dim))
-        if start >= 0:
-            for ring, new in zip(after, own, strict=True):
-                ring[1 + i, :, start % capacity] = new[i]
-            slots = np.arange(0 if window is None else max(0, start - window + 1), start + 1)
-            keys, values = (ring[1 + i][:, slots % capacity].astype(np.float64) for ring in after)
-            queries = q[i].reshape(heads, per_head, dim).astype(np.float64)
-            scores = np.exp(np.einsum("kgh,kph->kgp", queries, keys) * dim**-0.5)
-            scores = scores / scores.sum(-1, keepdims=True)
-            exact = np.einsum("kgp,kph->kgh", scores, values)
-        error = np.abs(np.asarray(found[i], np.float64) - exact).max()
-        assert error <= 2**-7 * np.abs(exact).max()  # weights are bfloat16
+    rings, how = (np.asarray(k), np.asarray(v)), (per_head, dim**-0.5, window)
+    exact, after = attend_token(np.asarray(qkv), rings, [*starts, 1], *how)
+    error = np.abs(np.asarray(found, np.float64) - exact).max(axis=(1, 2, 3))
+    assert (error <= 2**-7 * np.abs(exact).max(axis=(1, 2, 3))).all()  # weights are bfloat16
     for ring, right in zip(written, after, strict=True):
         np.testing.assert_array_equal(np.asarray(ring), right)
 

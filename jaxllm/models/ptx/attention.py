@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from math import e, log2
 
 from jaxllm.models.ptx.attention_sums import ACROSS, KEYS, LOWEST, QUERIES, Joined
-from jaxllm.models.ptx.rows import LOAD
 from jaxllm.models.ptx.share import LANES, WARPS, Lanes
 from jaxllm.models.ptx.writer import float_bits
 
@@ -153,12 +152,12 @@ class Attention(Joined):
         beyond = self.get("mul.lo.u32", lanes.row, 2 * step.k_dim)
         at = self.far(own, self.add(beyond, lanes.quarter, 16), 1)
         has = self.get("setp.lt.u32", lanes.row, step.per_head, kind="pred")
-        self.queries = [self._four(has, f"{at}+{64 * s}") for s in range(step.k_dim // 32)]
+        self.queries = [self.read_four(has, f"{at}+{64 * s}") for s in range(step.k_dim // 32)]
         before = step.per_head * step.k_dim
         for side in (self.keys, self.values):
             top = self.get("setp.eq.u32", side.row, 0, kind="pred")
             at = self.get("add.u64", own, side.beyond, kind="b64")
-            side.own[:] = self._four(top, f"{at}+{2 * before}")
+            side.own[:] = self.read_four(top, f"{at}+{2 * before}")
             before += side.dim
 
     def store_own(self) -> None:
@@ -173,12 +172,6 @@ class Attention(Joined):
             top = self.get("and.pred", top, writes, kind="pred")
             to = self.far(side.ring, slot, 2 * side.dim)
             self.do(f"@{top} st.global.v4.b32 [{to}], {{{', '.join(side.own)}}}")
-
-    def _four(self, on: str, place: str) -> list[str]:
-        """Four words of device memory that other groups may have written; zeros elsewhere."""
-        four = [self.get("mov.b32", 0) for _ in range(4)]
-        self.do(f"@{on} {LOAD}.v4.b32 {{{', '.join(four)}}}, [{place}]")
-        return four
 
     def put_own(self, side: _Side) -> None:
         """The token's own into its place, if it is in this tile."""
@@ -206,7 +199,7 @@ class Attention(Joined):
             [self.get("mov.f32", self.zero, kind="f32") for _ in range(4)]
             for _ in range(step.v_dim // 16)
         ]
-        keys_at, values_at = self._keys_at(), self._values_at()
+        keys_at, values_at = self.halves_at(2 * step.k_dim), self._values_at()
         none = self.get("setp.ge.u32", self.tile, self.tiles, kind="pred")
         self.do(f"@{none} bra folded")
         self.mark("fold")
@@ -230,15 +223,6 @@ class Attention(Joined):
         """For the copies that come first."""
         self.do(f"cp.async.wait_group {self.ahead - 1}")
         self.do("bar.warp.sync -1")
-
-    def _keys_at(self) -> list[str]:
-        """Where a lane's key begins, and half a row of eight lanes on."""
-        lanes = self.lanes
-        odd = self.get("and.b32", lanes.row, 1)
-        swapped = self.get("xor.b32", odd, 1)
-        begin = self.add(lanes.copies, lanes.row, 2 * self.step.k_dim)
-        begin = self.add(begin, lanes.quarter, 16)
-        return [self.add(begin, odd, 64), self.add(begin, swapped, 64)]
 
     def _values_at(self) -> list[str]:
         """Where the row begins whose address a lane gives, for each of four tiles of values."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxllm.models.ptx.rows import LOAD
-from jaxllm.models.ptx.share import LANES, WARPS, Part
+from jaxllm.models.ptx.share import LANES, LOAD, WARPS, Part
 from jaxllm.models.ptx.writer import Writer, float_bits
 
 KEYS = 16  # of a tile

@@ -42,10 +42,7 @@ class Matrix(Share):
         odd = self.get("and.b32", row, 1)
         chunk = self.get("xor.b32", chunk, self.get("mul.lo.u32", odd, 4))
         self.words_to = self.add(self.add(lanes.copies, row, self.bytes), chunk, 16)
-        odd = self.get("and.b32", lanes.row, 1)
-        swapped = self.get("xor.b32", odd, 1)
-        begin = self.add(self.add(lanes.copies, lanes.row, self.bytes), lanes.quarter, 16)
-        self.words_at = [self.add(begin, odd, 64), self.add(begin, swapped, 64)]
+        self.words_at = self.halves_at(self.bytes)
 
     def row(self, row: int) -> int:
         """How far a tile's row is below its first."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from jaxllm.models.ptx.share import BLOCKS, Share
 from jaxllm.models.ptx.writer import float_bits
 
-LOAD = "ld.relaxed.gpu.global"  # of what other groups may have written
 EVERY = (16, 8, 4, 2, 1)  # distances of lanes that make up a warp
 
 
@@ -61,10 +60,7 @@ class Rows(Share):
         self.values = []
         for turn, r in self.places:
             at, on = self._own(self.given[self.step.x], turn, 16)
-            four = [self.get("mov.b32", 0) for _ in range(4)]
-            place = f"[{at}+{2 * self.step.size * r}]"
-            self.do(f"@{on} {LOAD}.v4.b32 {{{', '.join(four)}}}, {place}")
-            self.values.append((four, on))
+            self.values.append((self.read_four(on, f"{at}+{2 * self.step.size * r}"), on))
 
     def put_x(self) -> None:
         """Write x to shared memory, normalised if there is a norm, as it is multiplied."""

@@ -11,6 +11,7 @@ from jaxllm.models.ptx.writer import Writer
 LANES = 32  # of a warp
 WARPS = 16  # of a group: all that a multiprocessor runs
 ROWS, BLOCKS = 16, 8  # of the matrix, and in a span
+LOAD = "ld.relaxed.gpu.global"  # of what other groups may have written
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,21 @@ class Part(Writer):
         name = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
         self.do(f"{name} {', '.join(operands)}")
         return found
+
+    def read_four(self, on: str, place: str) -> list[str]:
+        """Four words of device memory that other groups may have written; zeros where not `on`."""
+        four = [self.get("mov.b32", 0) for _ in range(4)]
+        self.do(f"@{on} {LOAD}.v4.b32 {{{', '.join(four)}}}, [{place}]")
+        return four
+
+    def halves_at(self, row_bytes: int) -> list[str]:
+        """Where a lane's 16 bytes of its row in a warp's copies begin, of both 64 bytes of 128 that
+        have changed places in odd rows."""
+        lanes = self.lanes
+        odd = self.get("and.b32", lanes.row, 1)
+        swapped = self.get("xor.b32", odd, 1)
+        begin = self.add(self.add(lanes.copies, lanes.row, row_bytes), lanes.quarter, 16)
+        return [self.add(begin, odd, 64), self.add(begin, swapped, 64)]
 
     def over_lanes(self, value: str, distances: tuple[int, ...], how: str = "add.f32") -> str:
         """The sum, or something else, of lanes at these distances."""

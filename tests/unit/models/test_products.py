@@ -14,6 +14,7 @@ from jaxllm.gguf.blocks import BLOCK_TYPES, BlockType
 from jaxllm.models.products import Matrix, Products, Rings, one_product
 from jaxllm.models.ptx.share import WARPS, Turned
 from jaxllm.models.quantised import Quantised, values
+from naive import attend_token
 
 KERNEL = {kind.name: replace(own, kernel=True) for kind, own in BLOCK_TYPES.items()}
 TYPES = [*KERNEL, "BF16"]
@@ -168,25 +169,9 @@ def test_the_rest_of_a_layer(kinds: tuple[str, str, str], n: int, groups: int, s
 
 def attended(heads: np.ndarray, rings: Rings) -> tuple[np.ndarray, list[np.ndarray]]:
     """What attention gives [N, K, G, Hv] in float64, and the rings after it."""
-    after = [np.array(ring, np.float64) for ring in (rings.k, rings.v)]
-    (_, kv_heads, capacity, k_dim), v_dim = rings.k.shape, rings.v.shape[-1]
-    *starts, row = np.asarray(rings.places).tolist()
-    each = heads.reshape(len(starts), kv_heads, -1).astype(np.float64)
-    q, *own = np.split(each, [rings.per_head * k_dim, (rings.per_head + 1) * k_dim], axis=-1)
-    q = q.reshape(*q.shape[:2], rings.per_head, k_dim)
-    found = np.zeros((*q.shape[:3], v_dim))
-    for n, start in enumerate(starts):
-        if start < 0:
-            continue
-        for ring, new in zip(after, own, strict=True):
-            ring[row + n, :, start % capacity] = new[n]
-        first = 0 if rings.window is None else max(0, start - rings.window + 1)
-        slots = np.arange(first, start + 1) % capacity
-        keys, values = (ring[row + n][:, slots] for ring in after)
-        scores = np.einsum("kgh,kph->kgp", q[n], keys) * rings.scale
-        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        found[n] = np.einsum("kgp,kph->kgh", scores / scores.sum(-1, keepdims=True), values)
-    return found, after
+    places, own = np.asarray(rings.places).tolist(), (np.asarray(rings.k), np.asarray(rings.v))
+    qkv = heads.reshape(len(places) - 1, rings.k.shape[1], -1)
+    return attend_token(qkv, own, places, rings.per_head, rings.scale, rings.window)
 
 
 def rings(
