@@ -14,6 +14,7 @@ from jaxllm.models.block import Block
 from jaxllm.models.config import LayerConfig, ModelConfig
 from jaxllm.models.decoder import DecoderBlock
 from jaxllm.models.parts import Rope
+from jaxllm.models.ptx.share import Turned
 from jaxllm.models.sources import RandomSource
 from jaxllm.models.weights import slots, whole_model
 
@@ -194,6 +195,16 @@ def logits(
     if cfg.head_bias:
         y = y + w["bias"]
     return y if cfg.logit_softcap is None else cfg.logit_softcap * np.tanh(y / cfg.logit_softcap)
+
+
+def turned(heads: np.ndarray, angles: np.ndarray, turns: Turned) -> np.ndarray:
+    """Queries and keys of heads [N, ...] in float64, each pair turned by angles [N, rows / 2]."""
+    shape, axis = ((2, -1), -2) if turns.halves else ((-1, 2), -1)
+    each = heads.reshape(len(heads), -1, turns.per_head + 2, turns.rows)
+    pairs = each.reshape(*each.shape[:3], *shape)
+    pairs = pairs.take(0, axis) + 1j * pairs.take(1, axis)
+    pairs[:, :, :-1] *= np.exp(1j * angles)[:, None, None]
+    return np.stack([pairs.real, pairs.imag], axis).reshape(heads.shape)
 
 
 def attend_token(

@@ -52,9 +52,9 @@ def run(products: Products) -> dict[str, jax.Array]:
 
     def call(given: dict[str, jax.Array]) -> dict[str, jax.Array]:  # in an order of its own
         written: dict[str, Any] = {name: jax.new_ref(given[name]) for name in products.changed}
-        found = kernel(*((given | written)[name] for name in arrays))
+        found = dict(zip(new, kernel(*((given | written)[name] for name in arrays)), strict=True))
         changed = {name: ref[...] for name, ref in written.items()}
-        return changed | dict(zip(new, found, strict=True))
+        return changed | {name: found[name] for name in products.new}
 
     # Mapped, it runs once for each: groups that wait for each other have to run at the same time.
     return sequential_vmap(call)(arrays)

@@ -17,9 +17,10 @@ from jaxllm.bench.shapes import model_config
 from jaxllm.gguf.blocks import BLOCK_TYPES, take_apart
 from jaxllm.gguf.random_blocks import random_blocks
 from jaxllm.models.products import Matrix, Products, Rings, one_product
+from jaxllm.models.ptx.share import Turned
 from jaxllm.models.quantised import Quantised, values
 from jaxllm.runtime import has_kernels
-from naive import attend_token
+from naive import attend_token, turned
 from support import compilations
 
 pytestmark = pytest.mark.skipif(
@@ -61,6 +62,34 @@ def _assert_rounded(found: jax.Array, exact: np.ndarray) -> None:
     assert (error <= 1.001 * 2**-8 * np.abs(exact) + 5e-5 * spread).all()
 
 
+def _normalised(x: jax.Array, weight: jax.Array) -> jax.Array:
+    wide = np.asarray(x, np.float64)
+    wide = wide / np.sqrt(np.square(wide).mean(axis=-1, keepdims=True) + 1e-5)
+    return jnp.asarray(wide * np.asarray(weight, np.float64), jnp.bfloat16)
+
+
+def _assert_near(found: jax.Array, exact: np.ndarray) -> None:
+    """Where a few of what was normalised may be rounded to the other side."""
+    error = np.asarray(found, np.float64) - exact
+    assert np.square(error).sum() / np.square(exact).sum() < 1e-5
+
+
+def _assert_rest(
+    found: dict[str, jax.Array],
+    heads: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    matrices: tuple[Matrix, Matrix, Matrix],
+) -> None:
+    """What follows on attention in a layer is what its output, gate and up, and down make."""
+    out, up, down = matrices
+    _assert_rounded(found["joined"], np.asarray(x, np.float64) + _times(heads, out))
+    gate, linear = np.split(_times(_normalised(found["joined"], weight), up), 2, axis=-1)
+    _assert_near(found["hidden"], gate / (1 + np.exp(-gate)) * linear)
+    exact = np.asarray(found["joined"], np.float64) + _times(found["hidden"], down)
+    _assert_rounded(found["found"], exact)
+
+
 @pytest.mark.parametrize("out, size, n", SHAPES)
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_products_are_exact_but_for_the_order_of_sums(kind: T, out: int, size: int, n: int):
@@ -90,15 +119,7 @@ def test_the_rest_of_a_layer(kind: T, embed: int, heads: int, columns: int):
     for _ in range(20):  # groups that do not wait for each other would not always be found out
         again = made(o, x, out, weight, up, down)
         assert all((again[name] == found[name]).all() for name in found)
-    _assert_rounded(found["joined"], np.asarray(x, np.float64) + _times(o, out))
-    wide = np.asarray(found["joined"], np.float64)
-    wide = wide / np.sqrt(np.square(wide).mean() + 1e-5) * np.asarray(weight, np.float64)
-    gate, linear = np.split(_times(jnp.asarray(wide, jnp.bfloat16), up), 2, axis=-1)
-    # A few of what is normalised are rounded to the other side.
-    error = np.asarray(found["hidden"], np.float64) - gate / (1 + np.exp(-gate)) * linear
-    assert np.square(error).sum() / np.square(gate / (1 + np.exp(-gate)) * linear).sum() < 1e-5
-    exact = np.asarray(found["joined"], np.float64) + _times(found["hidden"], down)
-    _assert_rounded(found["found"], exact)
+    _assert_rest(found, o, x, weight, (out, up, down))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +156,67 @@ def test_attention_of_a_token(
     assert (error <= 2**-7 * np.abs(exact).max(axis=(1, 2, 3))).all()  # weights are bfloat16
     for ring, right in zip(written, after, strict=True):
         np.testing.assert_array_equal(np.asarray(ring), right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "start", "embed", "heads", "per_head", "size", "columns", "halves"),
+    [
+        (T.BF16, 1, 511, 4096, 8, 4, 128, 14336, False),
+        (T.Q4_0, 1, 20000, 4096, 8, 4, 128, 14336, True),
+        (T.Q4_K, 1, 1000, 4096, 8, 4, 128, 14336, False),
+        (T.Q8_0, 2, 700, 2048, 4, 8, 64, 5632, True),
+        (T.BF16, 1, 3000, 1024, 2, 8, 64, 2048, True),
+    ],
+)
+def test_a_whole_layer(
+    kind: T,
+    n: int,
+    start: int,
+    embed: int,
+    heads: int,
+    per_head: int,
+    size: int,
+    columns: int,
+    halves: bool,
+):
+    wide, capacity = heads * per_head * size, -(-start // 1024) * 1024
+    x, angles = _rows(n, embed, 1), np.random.default_rng(2).standard_normal((n, size // 2))
+    shapes = (wide + 2 * heads * size, embed), (embed, wide), (2 * columns, embed), (embed, columns)
+    matrices = [_matrix(kind, *shape) for shape in shapes]
+    weights = [1 + _rows(1, embed, i)[0].astype(jnp.float32) / 8 for i in (2, 3)]
+    turns = Turned(per_head, size, halves, "cos", "sin")
+    k, v = (_rows(n * heads * capacity, size, i).reshape(n, heads, -1, size) for i in (4, 5))
+    starts = [start, *range(n - 1), 0]
+    places = jnp.asarray(starts, jnp.int32)
+
+    @jax.jit
+    def made(given: Any, matrices: Any, weights: Any) -> dict[str, jax.Array]:
+        x, angles, k, v = given
+        turning = {"cos": jnp.cos(angles), "sin": jnp.sin(angles)}
+        qkv, *rest = matrices
+        products = Products(n, 1e-5, {"x": x} | turning)
+        products.step(qkv, "x", "qkv", weights[0], turned=turns)
+        products.attend(Rings(k, v, places, per_head, size**-0.5, None), "heads")
+        products.rest("heads", rest[0], weights[1], *rest[1:])
+        assert products.are_a_kernel()
+        return products.made()
+
+    given = x, jnp.asarray(angles, jnp.float32), k, v
+    found = made(given, matrices, weights)
+    for _ in range(20):
+        again = made(given, matrices, weights)
+        assert all((again[name] == found[name]).all() for name in found)
+    qkv = _times(_normalised(x, weights[0]), matrices[0])
+    _assert_near(found["qkv"], turned(qkv, angles, turns))
+    each = np.asarray(found["qkv"]).reshape(n, heads, -1)
+    rings, how = (np.asarray(k), np.asarray(v)), (per_head, size**-0.5, None)
+    exact, after = attend_token(each, rings, starts, *how)
+    for name, right in zip(("k_ring", "v_ring"), after, strict=True):
+        np.testing.assert_array_equal(np.asarray(found[name]), right)
+    exact = exact.reshape(n, -1)
+    error = np.abs(np.asarray(found["heads"], np.float64) - exact).max(axis=1)
+    assert (error <= 2**-7 * np.abs(exact).max(axis=1)).all()  # weights are bfloat16
+    _assert_rest(found, found["heads"], x, weights[1], tuple(matrices[1:]))
 
 
 @pytest.mark.parametrize("engine", ["fused", "staged"])

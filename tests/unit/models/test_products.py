@@ -14,7 +14,7 @@ from jaxllm.gguf.blocks import BLOCK_TYPES, BlockType
 from jaxllm.models.products import Matrix, Products, Rings, one_product
 from jaxllm.models.ptx.share import WARPS, Turned
 from jaxllm.models.quantised import Quantised, values
-from naive import attend_token
+from naive import attend_token, turned
 
 KERNEL = {kind.name: replace(own, kernel=True) for kind, own in BLOCK_TYPES.items()}
 TYPES = [*KERNEL, "BF16"]
@@ -225,16 +225,6 @@ def test_attention_of_a_token(
     np.testing.assert_array_equal(made["v_ring"], v_ring)
     found = made["found"].reshape(exact.shape)
     assert np.abs(found - exact).max() <= 2**-7 * np.abs(exact).max()  # weights are bfloat16
-
-
-def turned(heads: np.ndarray, angles: np.ndarray, turns: Turned) -> np.ndarray:
-    """Queries and keys of heads [N, ...] in float64, each pair turned by angles [N, size / 2]."""
-    shape, axis = ((2, -1), -2) if turns.halves else ((-1, 2), -1)
-    each = heads.reshape(len(heads), -1, turns.per_head + 2, turns.rows)
-    pairs = each.reshape(*each.shape[:3], *shape)
-    pairs = pairs.take(0, axis) + 1j * pairs.take(1, axis)
-    pairs[:, :, :-1] *= np.exp(1j * angles)[:, None, None]
-    return np.stack([pairs.real, pairs.imag], axis).reshape(heads.shape)
 
 
 @pytest.mark.parametrize(
